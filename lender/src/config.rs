@@ -31,6 +31,7 @@ use farside_pci::Bdf;
 use farside_vfio::Api;
 use serde::Deserialize;
 
+use crate::registry::DEFAULT_KEEP_AT_MOST;
 pub use crate::{
     access::{Borrower, BorrowerError},
     worker::Program,
@@ -68,6 +69,10 @@ pub struct Config {
     /// refuses handovers. `farside lend` uses `lender-NAME.json` in the state directory.
     #[serde(default)]
     pub state: Option<PathBuf>,
+    /// Longest time for which a device stays reserved for a VM whose connection was cut, seconds. A VM
+    /// asks for the time after which it gives up, its `lost-after`.
+    #[serde(default = "default_keep_at_most")]
+    pub keep_at_most: u64,
     /// The devices.
     #[serde(default)]
     pub device: Vec<DeviceConfig>,
@@ -322,6 +327,10 @@ fn lender_name(nodename: &str) -> LenderName {
     let usable = [nodename, label, "lender"].into_iter();
     let mut usable = usable.filter_map(|name| name.parse().ok());
     usable.next().expect("the last is a valid name")
+}
+
+fn default_keep_at_most() -> u64 {
+    DEFAULT_KEEP_AT_MOST.as_secs()
 }
 
 fn default_poll_us() -> u64 {

@@ -305,12 +305,22 @@ fn lend(
         vm,
         transport,
         fence,
+        going,
     }: Borrow,
     registry: &Registry,
     lines: &PeerLines,
 ) -> Result<(), (Channel, RemoteError)> {
-    let grant = match registry.grant(&device, &vm, fence) {
-        Ok(grant) => grant,
+    let granted = match going {
+        Some(going) => {
+            let granted = registry.grant_medium(&device, &vm, fence, going);
+            granted.map(|(grant, chain)| (grant, Some(chain)))
+        }
+        None => registry
+            .grant(&device, &vm, fence)
+            .map(|grant| (grant, None)),
+    };
+    let (grant, chain) = match granted {
+        Ok(granted) => granted,
         Err(error) => return Err((connection, error)),
     };
     let generation = grant.generation();
@@ -322,6 +332,7 @@ fn lend(
         generation,
         transport,
         bar_memory,
+        chain,
     });
     if let Err(error) = posted
         && let Some(held_back) = lines.refused.allow()

@@ -27,6 +27,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, Wakeup};
+use farside_devices::nvme::ImageId;
 use farside_fabric::SharedQuota;
 use farside_lender_protocol::{Generation, LimitUse, RemoteError, Resource};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -92,6 +93,14 @@ pub(crate) enum Lendable {
 }
 
 impl Lendable {
+    /// As [`WorkerDevice::medium`].
+    pub(crate) fn medium(&self) -> Option<io::Result<ImageId>> {
+        match self {
+            Self::Here(_) => None,
+            Self::InWorker(device) => device.medium(),
+        }
+    }
+
     pub(crate) fn available(&mut self) -> &mut dyn Available {
         match self {
             Self::Here(source) => &mut **source,
@@ -248,6 +257,8 @@ impl DeviceLoop {
                 });
                 None
             }
+            // Only workers serve leases that go on.
+            DeviceRequest::Supersede { .. } => None,
             // The registry ends the thread of a device that is not lent.
             DeviceRequest::End(end) => {
                 self.end = Some(end);

@@ -1,4 +1,5 @@
-//! Persistent record of the VMs that moved: the [`Fence`] of each VM and device, in one small file.
+//! Persistent record of the VMs that moved, and of leases that may go on: the [`Fence`] of each VM and
+//! device, and the [`Chain`] of each device, in one small file.
 //!
 //! Safe because of the order: a fence is written to the file before it is sent to a peer, and
 //! before the lease of the old host ends.
@@ -11,13 +12,16 @@ use farside_lender_protocol::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::refusals::{internal, invalid};
+use crate::{
+    chains::Chain,
+    refusals::{internal, invalid},
+};
 
 /// The version of the file.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
-/// The former version, whose fences have no secrets.
-const FORMER_VERSION: u32 = 1;
+/// The former versions: without chains, and with fences without secrets.
+const FORMER_VERSIONS: [u32; 2] = [2, 1];
 
 /// Maximum size of the file, in bytes.
 const MAX_FILE: u64 = 64 << 20;
@@ -26,6 +30,7 @@ const MAX_FILE: u64 = 64 << 20;
 #[derive(Debug, Default)]
 pub(crate) struct FenceBook {
     devices: BTreeMap<DeviceId, Vec<KeptFence>>,
+    chains: BTreeMap<DeviceId, Chain>,
     /// The file; without one, handovers are refused.
     file: Option<PathBuf>,
     /// Limits the log lines on a failed write, of which each borrow causes one.
@@ -37,6 +42,8 @@ pub(crate) struct FenceBook {
 struct Kept {
     version: u32,
     devices: BTreeMap<DeviceId, Vec<KeptFence>>,
+    #[serde(default)]
+    chains: BTreeMap<DeviceId, Chain>,
 }
 
 /// A fence and its secret, which no list has.
@@ -74,7 +81,7 @@ pub(crate) struct Claim<'a> {
 impl FenceBook {
     /// Reads the file. Fails if it is unreadable, because ignoring it would lose fences.
     pub(crate) fn load(file: Option<PathBuf>) -> io::Result<Self> {
-        let mut devices = BTreeMap::new();
+        let (mut devices, mut chains) = (BTreeMap::new(), BTreeMap::new());
         if let Some(path) = &file
             && let Some(bytes) = files::read_bounded(path, MAX_FILE)?
         {
@@ -87,13 +94,14 @@ impl FenceBook {
             };
             let kept: Kept =
                 serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
-            if ![VERSION, FORMER_VERSION].contains(&kept.version) {
+            if kept.version != VERSION && !FORMER_VERSIONS.contains(&kept.version) {
                 return Err(bad(format!("version {}, not {VERSION}", kept.version)));
             }
-            devices = kept.devices;
+            (devices, chains) = (kept.devices, kept.chains);
         }
         Ok(Self {
             devices,
+            chains,
             file,
             unwritten: RateLimit::new(),
         })
@@ -281,17 +289,46 @@ impl FenceBook {
                 });
             }
         }
-        let Some(path) = &self.file else {
-            self.devices = devices;
+        self.write(devices, self.chains.clone())
+    }
+
+    /// The lease of a device that may go on.
+    pub(crate) fn chain(&self, device: &DeviceId) -> Option<&Chain> {
+        self.chains.get(device)
+    }
+
+    /// Replaces a device's chain, in the file first. Has no effect on error.
+    pub(crate) fn set_chain(
+        &mut self,
+        device: &DeviceId,
+        chain: Option<Chain>,
+    ) -> Result<(), RemoteError> {
+        if self.chains.get(device) == chain.as_ref() {
             return Ok(());
+        }
+        let mut chains = self.chains.clone();
+        match chain {
+            Some(chain) => chains.insert(device.to_owned(), chain),
+            None => chains.remove(device),
         };
+        self.write(self.devices.clone(), chains)
+    }
+
+    fn write(
+        &mut self,
+        devices: BTreeMap<DeviceId, Vec<KeptFence>>,
+        chains: BTreeMap<DeviceId, Chain>,
+    ) -> Result<(), RemoteError> {
         let kept = Kept {
             version: VERSION,
             devices,
+            chains,
         };
-        let text = serde_json::to_vec_pretty(&kept).map_err(internal)?;
-        files::replace_private(path, &text).map_err(internal)?;
-        self.devices = kept.devices;
+        if let Some(path) = &self.file {
+            let text = serde_json::to_vec_pretty(&kept).map_err(internal)?;
+            files::replace_private(path, &text).map_err(internal)?;
+        }
+        (self.devices, self.chains) = (kept.devices, kept.chains);
         Ok(())
     }
 }

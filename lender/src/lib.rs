@@ -24,6 +24,7 @@
 pub mod config;
 
 mod access;
+mod chains;
 mod connection;
 mod device_loop;
 mod fences;

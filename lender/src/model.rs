@@ -321,8 +321,10 @@ fn local(transport: Transport) -> Result<(), RemoteError> {
         Transport::SharedMemory => Ok(()),
         Transport::Ntb => Err(unsupported(
             "a software model cannot be borrowed through an NTB: its DMA is the lender's own \
-             copying; borrow it on the lender's machine",
+             copying; borrow it on the lender's machine, or an NVMe model over the network",
         )),
+        // A medium is served without a fabric.
+        Transport::Network => Ok(()),
     }
 }
 

@@ -1,5 +1,8 @@
 //! Device ids and leases: the authoritative record.
 
+mod keep;
+mod viewer;
+
 use std::{
     collections::BTreeMap,
     convert::Infallible,
@@ -9,18 +12,25 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
+use farside_devices::nvme::ImageId;
 use farside_lender_protocol::{
-    Availability, BorrowedBy, Channel, Described, DeviceEntry, ErrorKind, Fence, Generation,
-    HeldFence, Identity, MAX_DEVICES, RamRange, RemoteError, Revocation, Secret, Transport,
+    Availability, BorrowedBy, Channel, Described, DeviceEntry, ErrorKind, Generation, HeldFence,
+    MAX_DEVICES, RamRange, RemoteError, Revocation, Secret, Transport,
 };
+
+use serde::{Deserialize, Serialize};
 
 use crate::{
     access::Access,
+    chains::Kept,
     fences::{Claim, FenceBook},
     refusals::{failed, invalid, limit},
     source::Report,
     tokens::RegisterTokens,
 };
+use keep::end_chain;
+pub(crate) use keep::{DEFAULT_KEEP_AT_MOST, Going};
+pub(crate) use viewer::Viewer;
 
 /// A message to a device's thread.
 pub(crate) enum DeviceRequest {
@@ -47,6 +57,8 @@ pub(crate) enum DeviceRequest {
         generation: Generation,
         until: Instant,
     },
+    /// The borrower of this lease of a medium goes on over another connection: end the lease.
+    Supersede { generation: Generation },
     /// Close the device and end the thread. The sender is dropped when the device is closed.
     End(mpsc::SyncSender<Infallible>),
 }
@@ -63,6 +75,8 @@ pub(crate) struct Lease {
     pub(crate) transport: Transport,
     /// Files behind the BARs with sparse mmap areas.
     pub(crate) bar_memory: Vec<std::os::fd::OwnedFd>,
+    /// The lease's chain, for [`Transport::Network`].
+    pub(crate) chain: Option<Secret>,
 }
 
 /// Maximum number of queued messages for a device thread: one lease, and requests of peers that
@@ -118,6 +132,10 @@ struct Slot {
     availability: Availability,
     /// The last revocation since it was available.
     revoked: Revocation,
+    /// The medium, if it can be lent over the network.
+    medium: Option<ImageId>,
+    /// The connection of its last lease was cut.
+    kept: Option<Kept>,
 }
 
 /// The record of a lease.
@@ -164,39 +182,13 @@ impl Slot {
     }
 }
 
-/// The peer that asks.
-pub(crate) struct Viewer<'a> {
-    pub(crate) identity: &'a Identity,
-    /// The VM for which it borrows; tools name none.
-    pub(crate) vm: Option<&'a VmName>,
-}
-
-impl Viewer<'_> {
-    /// Refuses the connection of a VM, which has the VM's rights alone: the backend that made it may
-    /// have been taken over by its guest. `remedy` names what does instead what is refused.
-    pub(crate) fn names_no_vm(&self, remedy: &str) -> Result<(), RemoteError> {
-        let Some(vm) = self.vm else {
-            return Ok(());
-        };
-        Err(RemoteError {
-            kind: ErrorKind::Denied,
-            message: format!(
-                "this connection's Hello named VM {vm}: it may borrow for that VM, and not take, move or operate devices as its user may; {remedy}, by connections that name no VM"
-            ),
-        })
-    }
-
-    fn sees(&self, slot: &Slot) -> bool {
-        slot.access.allows(self.identity, self.vm)
-    }
-
-    /// The fences of its own VM; operators' tools see all.
-    fn fences(&self, id: &DeviceId, slot: &Slot, fences: &FenceBook) -> Vec<Fence> {
-        let all = self.vm.is_none() && slot.access.is_operator(self.identity);
-        let newest = fences.newest(id);
-        let visible = newest.filter(|fence| all || self.vm == Some(&fence.vm));
-        visible.cloned().collect()
-    }
+/// How a lease has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Release {
+    /// For good, and as the end of a revocation, if one is pending, like this.
+    Over(Revocation),
+    /// The connection was cut: the lease may go on over another.
+    Cut,
 }
 
 /// The mutable state of the registry.
@@ -240,6 +232,7 @@ pub(crate) struct Registry {
     /// A revoked lease has ended.
     revoked: Condvar,
     tokens: Arc<RegisterTokens>,
+    keep_at_most: Duration,
 }
 
 impl Registry {
@@ -252,6 +245,7 @@ impl Registry {
             }),
             revoked: Condvar::new(),
             tokens: Arc::default(),
+            keep_at_most: DEFAULT_KEEP_AT_MOST,
         }
     }
 
@@ -289,6 +283,8 @@ impl Registry {
             problem: None,
             availability: Availability::Available,
             revoked: Revocation::NotLent,
+            medium: None,
+            kept: None,
         };
         records.slots.insert(id.to_owned(), slot);
         Ok(())
@@ -308,6 +304,9 @@ impl Registry {
                 ),
             });
         }
+        if let Some(kept) = slot.kept() {
+            return Err(kept.refusal(id));
+        }
         let (ended, end) = mpsc::sync_channel(1);
         slot.queue.end(ended)?;
         records.slots.remove(id);
@@ -317,6 +316,9 @@ impl Registry {
     /// Sets whether VMs may borrow a device.
     pub(crate) fn set_available(&self, id: &DeviceId, available: bool) -> Result<(), RemoteError> {
         let mut records = self.lock();
+        if !available {
+            records.end_kept(id)?;
+        }
         let slot = records.slots.get_mut(id).ok_or_else(|| unknown(id))?;
         slot.availability = match (available, slot.availability) {
             (true, Availability::Revoking) => {
@@ -346,9 +348,13 @@ impl Registry {
         patience: Duration,
     ) -> Result<Revocation, RemoteError> {
         let mut records = self.lock();
+        let was_kept = records.end_kept(id)?;
         let slot = records.slots.get_mut(id).ok_or_else(|| unknown(id))?;
         let Some(held) = &slot.lease else {
             slot.availability = Availability::Unavailable;
+            if was_kept {
+                slot.revoked = Revocation::Ended;
+            }
             return Ok(slot.revoked);
         };
         let generation = held.generation;
@@ -392,6 +398,9 @@ impl Registry {
         if let Some(holder) = slot.holder() {
             return Err(holder.refusal(id));
         }
+        slot.check_kept(id, vm)?;
+        fences.set_chain(id, None)?;
+        slot.kept = None;
         slot.generation = slot.next(id)?;
         fences.borrowed(id, vm);
         slot.lease = Some(Held {
@@ -426,13 +435,16 @@ impl Registry {
                 {
                     return Err(holder.refusal(id));
                 }
-                fences.check_proof(claim, slot.lease.is_some())?;
+                slot.check_kept(id, claim.vm)?;
+                fences.check_proof(claim, slot.lease.is_some() || slot.kept().is_some())?;
                 let generation = slot.next(id)?;
                 fences.hand_over(claim, generation)?;
                 slot.generation = generation;
                 generation
             }
         };
+        fences.set_chain(id, None)?;
+        slot.kept = None;
         slot.queue.post(DeviceRequest::HandOver { fence, reply })?;
         Ok(fence)
     }
@@ -451,21 +463,31 @@ impl Registry {
         records.fences.end_reservation(id, secret, operator)
     }
 
-    /// Releases the lease `generation`, but not a later one. `how` is the end of a revocation, if
-    /// one is pending.
-    pub(crate) fn release(&self, id: &DeviceId, generation: Generation, how: Revocation) {
-        if let Some(slot) = self.lock().slots.get_mut(id)
-            && slot
-                .lease
-                .as_ref()
-                .is_some_and(|held| held.generation == generation)
-        {
-            slot.lease = None;
-            if slot.revoked == Revocation::Pending {
-                slot.revoked = how;
-                slot.availability = Availability::Unavailable;
-                self.revoked.notify_all();
+    /// Releases the lease `generation`, but not a later one.
+    pub(crate) fn release(&self, id: &DeviceId, generation: Generation, how: Release) {
+        let mut records = self.lock();
+        let Records { slots, fences } = &mut *records;
+        let Some(slot) = slots.get_mut(id) else {
+            return;
+        };
+        let held = slot.lease.take_if(|held| held.generation == generation);
+        if held.is_none() {
+            return;
+        }
+        let may_go_on = slot.availability == Availability::Available;
+        match fences.chain(id) {
+            Some(chain) if how == Release::Cut && may_go_on => {
+                slot.kept = Some(Kept::from_now(chain, self.keep_at_most));
             }
+            _ => end_chain(fences, id),
+        }
+        if slot.revoked == Revocation::Pending {
+            slot.revoked = match how {
+                Release::Over(how) => how,
+                Release::Cut => Revocation::Released,
+            };
+            slot.availability = Availability::Unavailable;
+            self.revoked.notify_all();
         }
     }
 
@@ -553,6 +575,7 @@ fn entry(id: &DeviceId, slot: &Slot) -> DeviceEntry {
         fences: Vec::new(),
         problem: slot.problem.clone(),
         availability: slot.availability,
+        kept: slot.kept(),
     }
 }
 

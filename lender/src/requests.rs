@@ -16,7 +16,7 @@ use farside_lender_protocol::{
 use crate::{
     fences::Claim,
     refusals::invalid,
-    registry::{DeviceRequest, Registry, Viewer},
+    registry::{DeviceRequest, Going, Registry, Viewer},
     source::Report,
 };
 
@@ -59,6 +59,8 @@ pub(crate) struct Borrow {
     pub(crate) vm: VmName,
     pub(crate) transport: Transport,
     pub(crate) fence: Option<HeldFence>,
+    /// For [`Transport::Network`].
+    pub(crate) going: Option<Going>,
 }
 
 /// A question to a device's thread.
@@ -213,11 +215,35 @@ fn answer_peer(
             };
             may_borrow(&device)?;
             carries(transport, viewer.identity)?;
+            if transport == Transport::Network {
+                return Err(invalid("over the network, BorrowMedium borrows".into()));
+            }
             Answer::Borrow(Borrow {
                 device,
                 vm,
                 transport,
                 fence,
+                going: None,
+            })
+        }
+        Request::BorrowMedium {
+            device,
+            fence,
+            keep_ms,
+            resumes,
+        } => {
+            let Some(vm) = viewer.vm.cloned() else {
+                return Err(invalid("only a VM can borrow: Hello named none".into()));
+            };
+            may_borrow(&device)?;
+            carries(Transport::Network, viewer.identity)?;
+            let keep = Duration::from_millis(keep_ms);
+            Answer::Borrow(Borrow {
+                device,
+                vm,
+                transport: Transport::Network,
+                fence,
+                going: Some(Going { keep, resumes }),
             })
         }
         Request::Handover {
@@ -331,7 +357,10 @@ fn carries(transport: Transport, identity: &Identity) -> Result<(), RemoteError>
         Transport::SharedMemory if identity.is_network() => Err(invalid(
             "files of guest RAM cannot be sent over TCP: a device reaches a VM of another host through an NTB, and one of this host borrows at the lender's UNIX socket".into(),
         )),
-        Transport::SharedMemory | Transport::Ntb => Ok(()),
+        Transport::Network if !identity.is_network() => Err(invalid(
+            "the medium of a device is lent to other hosts, over TCP: at this socket, borrow the device".into(),
+        )),
+        Transport::SharedMemory | Transport::Ntb | Transport::Network => Ok(()),
     }
 }
 

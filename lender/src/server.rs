@@ -156,7 +156,8 @@ impl Lender {
         raise_open_files();
         let stop = Wakeup::new()?;
         let fences = FenceBook::load(config.state.clone()).map_err(StartError::State)?;
-        let registry = Arc::new(Registry::new(fences));
+        let at_most = Duration::from_secs(config.keep_at_most);
+        let registry = Arc::new(Registry::new(fences).keeping(at_most));
         let adapter = Adapter::new(config.fabric.clone())?;
         let devices = Devices::new(
             &config,

@@ -45,7 +45,7 @@ use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
 
 use crate::{
-    refusals::{invalid, limit},
+    refusals::{invalid, limit, unsupported},
     source::{Available, DeviceSource, Leased, NotLeased, Report},
 };
 pub use bind::{bind, release};
@@ -55,6 +55,9 @@ pub use find::BindError;
 pub(crate) use find::{Found, api, create_vfs, find};
 pub(crate) use in_worker::{FunctionConfig, WorkerFunction};
 use leased::{LeasedFunction, Opened, Owner, open_clean};
+
+/// Why a function is not lent over the network.
+const NO_NETWORK: &str = "a physical function is reached through an NTB between the hosts, not over the network: lend its block device instead (`--nvme ID=/dev/nvme0n1`)";
 
 /// A physical function. Clones are the same one.
 #[derive(Clone)]
@@ -260,6 +263,7 @@ impl Available for VfioDevice {
                 let fits = adapter.check_windows(vm.map(VmName::as_str), &spans);
                 fits.map(|_| ()).map_err(|error| named(&error))
             }
+            Transport::Network => Err(named(&NO_NETWORK)),
         }
     }
 
@@ -293,6 +297,7 @@ impl DeviceSource for VfioDevice {
                     let adapter = adapter(bound.ntb.as_ref())?;
                     Opened::across(adapter, &bound.id, vm, &bound.described, function)
                 }
+                Transport::Network => Err(unsupported(NO_NETWORK)),
             }
         });
         match opened {

@@ -19,12 +19,13 @@
 
 mod confine;
 mod device;
+mod medium;
 mod messages;
 mod process;
 mod text;
 
 pub use device::Program;
-pub(crate) use device::{Worker, WorkerDevice};
+pub(crate) use device::{Borrower, Worker, WorkerDevice};
 pub(crate) use messages::{Answer, Call, CallReply, Order};
 pub use process::{WorkerError, run};
 pub(crate) use text::{LogReader, printable, printable_error};

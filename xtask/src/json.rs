@@ -131,6 +131,7 @@ fn entry(problem: Option<&str>) -> DeviceEntry {
     DeviceEntry {
         borrowed_by: problem.map(|_| borrowed_by),
         availability: Default::default(),
+        kept: None,
         id: "disk0".parse().unwrap(),
         source: "model".to_owned(),
         summary: "NVMe, 1 GiB".to_owned(),

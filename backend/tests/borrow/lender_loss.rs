@@ -213,6 +213,7 @@ impl Muted {
                         fences: Vec::new(),
                         problem: None,
                         availability: Default::default(),
+                        kept: None,
                     },
                     bus_master: false,
                     usage: Default::default(),

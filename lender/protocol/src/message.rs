@@ -9,7 +9,7 @@ use crate::{DeviceStatus, Fence, HeldFence, IrqUpdate, LimitUse, MAX_MESSAGE, Se
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -204,6 +204,19 @@ pub enum Request {
     },
     /// Queries how much of its limits the lender uses, which only operators are told.
     LimitsInUse,
+    /// Borrows the medium of a device model exclusively, for a controller at the borrower
+    /// ([`Transport::Network`]). After the reply the connection carries [frames](farside_medium::Frame).
+    BorrowMedium {
+        /// Device id.
+        device: DeviceId,
+        /// As in [`Request::Borrow`].
+        fence: Option<HeldFence>,
+        /// Time for which the device is kept for the VM after the connection is cut, in milliseconds;
+        /// the lender's `keep-at-most` limits it.
+        keep_ms: u64,
+        /// The [chain](MediumLease::chain) of the lease that this one goes on with.
+        resumes: Option<Secret>,
+    },
 }
 
 /// Maximum time for a guest to release a revoked device.
@@ -279,6 +292,23 @@ pub enum Reply {
     Revocation(Revocation),
     /// To `LimitsInUse`; empty for peers that are no operators.
     LimitsInUse(Vec<LimitUse>),
+    /// To `BorrowMedium`: the last message, which frames follow.
+    Medium(Box<MediumLease>),
+}
+
+/// The lease of a medium.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MediumLease {
+    /// The lease's generation.
+    pub generation: Generation,
+    /// The right to go on with this lease over another connection: the same for all leases that did.
+    pub chain: Secret,
+    /// The configuration of the model, as JSON.
+    pub model: String,
+    /// Bytes of the medium.
+    pub size: u64,
+    /// Whether deallocated blocks read as zeroes.
+    pub punches_holes: bool,
 }
 
 /// The progress of a [`Request::Revoke`].
@@ -380,6 +410,9 @@ pub enum Transport {
     /// An NTB, between two hosts: the borrower maps its memory in the IOMMU domain of its
     /// own NTB endpoint, and the lender opens windows onto that domain.
     Ntb,
+    /// The network, between two hosts: the controller of a device model runs next to the guest, and
+    /// only the I/O on its medium crosses.
+    Network,
 }
 
 /// A range of guest RAM, as the device addresses it.
@@ -422,6 +455,8 @@ pub enum ErrorKind {
     Fenced,
     /// The peer has no right to it.
     Denied,
+    /// The lease cannot go on: the device is given up.
+    ChainEnded,
 }
 
 /// A line of `farside devices`.
@@ -442,6 +477,33 @@ pub struct DeviceEntry {
     /// Whether VMs may borrow it.
     #[serde(default)]
     pub availability: Availability,
+    /// The VM whose connection was cut, and for which the device is kept.
+    #[serde(default)]
+    pub kept: Option<KeptFor>,
+}
+
+/// A device whose connection was cut.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptFor {
+    /// The VM that may go on.
+    pub vm: VmName,
+    /// Seconds since the cut.
+    pub seconds: u64,
+    /// Seconds until other VMs may borrow the device.
+    pub left: u64,
+}
+
+impl KeptFor {
+    /// The refusal for another VM that tries to borrow `device`.
+    pub fn refusal(&self, device: &DeviceId) -> RemoteError {
+        RemoteError {
+            kind: ErrorKind::Busy,
+            message: format!(
+                "device {device} is kept for VM {}, whose connection was cut {} s ago, for another {} s; wait, or end that with `farside revoke {device}`",
+                self.vm, self.seconds, self.left
+            ),
+        }
+    }
 }
 
 impl DeviceEntry {

@@ -10,7 +10,10 @@ use farside_lender_protocol::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{DeviceLoop, Line};
-use crate::source::{DRAIN_TIMEOUT, DeviceSource, LeasedDevice};
+use crate::{
+    registry::Release,
+    source::{DRAIN_TIMEOUT, DeviceSource, LeasedDevice},
+};
 
 /// Timeout for sending an answer.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(2);
@@ -91,7 +94,7 @@ pub(super) fn take_back(
             Revocation::Released
         }
     };
-    owner.home.released(generation, how);
+    owner.home.released(generation, Release::Over(how));
     if matches!(end, End::Returned) {
         // The lease is over whether or not the borrower receives this.
         let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 
 use farside_daemon::{DeviceId, RateLimit, StateLog};
-use farside_lender_protocol::{DeviceEntry, Generation, Revocation};
+use farside_lender_protocol::{DeviceEntry, Generation};
 use serde::{Deserialize, Serialize};
 
-use crate::{registry::Registry, tokens::RegisterTokens};
+use crate::{
+    registry::{Registry, Release},
+    tokens::RegisterTokens,
+};
 
 /// The kinds of log lines about a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,9 +34,11 @@ pub(crate) trait Home: Send {
     /// Tokens for register channels that have not connected yet.
     fn tokens(&self) -> &Arc<RegisterTokens>;
 
-    /// The lease has ended, and the device can be lent again. `how` is the end of a revocation, if one
-    /// is pending.
-    fn released(&self, generation: Generation, how: Revocation);
+    /// The lease has ended, and the device can be lent again.
+    fn released(&self, generation: Generation, how: Release);
+
+    /// The lease may not go on over another connection: a flush has failed.
+    fn end_chain(&self);
 
     /// The device's problem has changed, from `before` to `now`.
     fn problem(&self, before: Option<&str>, now: Option<&str>);
@@ -75,8 +80,12 @@ impl Home for InLender {
         self.registry.tokens()
     }
 
-    fn released(&self, generation: Generation, how: Revocation) {
+    fn released(&self, generation: Generation, how: Release) {
         self.registry.release(&self.id, generation, how);
+    }
+
+    fn end_chain(&self) {
+        self.registry.end_chain(&self.id);
     }
 
     fn problem(&self, before: Option<&str>, now: Option<&str>) {

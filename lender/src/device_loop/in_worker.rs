@@ -1,5 +1,7 @@
 //! Serves a lease by a worker process.
 
+mod take_down;
+
 use std::{
     collections::VecDeque,
     fmt, mem,
@@ -15,20 +17,18 @@ use std::{
 use farside_daemon::{RateLimit, VmName};
 use farside_error_chain::Chain;
 use farside_fabric::LutRange;
-use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, Revocation};
+use farside_lender_protocol::{ChannelError, Generation, RemoteError, Reply, Revocation};
 use farside_vfio::SecondHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{
-    DeviceLoop, Line,
-    end::{FIRST_PAUSE, LONGEST_PAUSE, SEND_TIMEOUT},
-};
+use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
 use crate::{
     refusals::{failed, internal, refused, unsupported},
-    registry::{DeviceRequest, Lease, MAX_REQUESTS},
+    registry::{DeviceRequest, Lease, MAX_REQUESTS, Release},
     source::{Available, Report},
     worker::{
-        Answer, Call, CallReply, LogReader, Order, Worker, WorkerDevice, printable, printable_error,
+        Answer, Borrower, Call, CallReply, LogReader, Order, Worker, WorkerDevice, printable,
+        printable_error,
     },
 };
 
@@ -49,33 +49,44 @@ const NO_ADAPTER: &str = "a device without a requester entry has no windows";
 impl WorkerDevice {
     /// Serves one lease, from its grant until its worker is gone. Returns false if the device's DMA
     /// could not be stopped before the lender stopped.
-    pub(super) fn serve(&mut self, owner: &mut DeviceLoop, mut lease: Lease) -> bool {
+    pub(super) fn serve(&mut self, owner: &mut DeviceLoop, lease: Lease) -> bool {
         // The worker finds out anew.
         owner.home.problem(None, None);
         owner.problem = None;
-        let started = self.check_lease(&lease).and_then(|()| {
-            let entry = owner.home.entry();
-            let entry = entry.ok_or_else(|| failed("the device is gone"))?;
-            let poll_us = owner.poll_time.as_micros() as u64;
-            self.start(entry, poll_us, &lease).map_err(internal)
-        });
-        let worker = match started {
-            Ok(worker) => worker,
-            Err(error) => {
-                let line = format!(
-                    "device {}: cannot lend to VM {}: {error}",
-                    owner.id, lease.vm
-                );
+        let (vm, generation, over_network) =
+            (lease.vm.clone(), lease.generation, lease.chain.is_some());
+        let entry = owner
+            .home
+            .entry()
+            .ok_or_else(|| failed("the device is gone"));
+        let started = match self.check_lease(&lease).and(entry) {
+            Ok(entry) => {
+                let poll_us = owner.poll_time.as_micros() as u64;
+                let started = self.start(entry, poll_us, lease);
+                started.map_err(|(connection, error)| (connection, internal(error)))
+            }
+            Err(error) => Err((Some(lease.connection), error)),
+        };
+        let (worker, borrower) = match started {
+            Ok(started) => started,
+            Err((connection, error)) => {
+                let line = format!("device {}: cannot lend to VM {}: {error}", owner.id, vm);
                 owner.home.line(Line::NotLent, &line);
-                owner.home.released(lease.generation, Revocation::Released);
+                owner.home.released(generation, not_begun(over_network));
                 // The borrow fails whether or not the peer receives this.
-                let _ = lease
-                    .connection
-                    .send(&Reply::Refused(error), &[], SEND_TIMEOUT);
+                let _ = connection.map(|mut it| it.send(&Reply::Refused(error), &[], SEND_TIMEOUT));
                 return true;
             }
         };
-        WorkerLease::new(owner, self, worker, lease).run()
+        WorkerLease::new(owner, self, worker, borrower, (vm, generation)).run()
+    }
+}
+
+/// The end of a lease that has not begun: the device stays kept for a VM that goes on.
+fn not_begun(over_network: bool) -> Release {
+    match over_network {
+        true => Release::Cut,
+        false => Release::Over(Revocation::Released),
     }
 }
 
@@ -97,7 +108,9 @@ struct WorkerLease<'a> {
     /// Whether the borrower has an answer.
     begun: bool,
     /// Until the lease has ended: closing it tells the borrower that its memory is out of use.
-    connection: Option<Channel>,
+    connection: Option<Borrower>,
+    /// The end of a medium's lease, which is released once its writes are flushed.
+    ended: Option<Release>,
     vm: VmName,
     generation: Generation,
     waiting: VecDeque<Waiting>,
@@ -124,7 +137,8 @@ impl<'a> WorkerLease<'a> {
         owner: &'a mut DeviceLoop,
         device: &'a mut WorkerDevice,
         worker: Worker,
-        lease: Lease,
+        borrower: Borrower,
+        (vm, generation): (VmName, Generation),
     ) -> Self {
         let prefix = format!("device {}, worker process {}", owner.id, worker.pid());
         Self {
@@ -133,10 +147,11 @@ impl<'a> WorkerLease<'a> {
             log: LogReader::new(prefix),
             worker,
             function: None,
-            begun: false,
-            connection: Some(lease.connection),
-            vm: lease.vm,
-            generation: lease.generation,
+            begun: matches!(borrower, Borrower::Lent(_)),
+            connection: Some(borrower),
+            ended: None,
+            vm,
+            generation,
             waiting: VecDeque::new(),
             late: Vec::new(),
             requester: None,
@@ -175,6 +190,11 @@ impl<'a> WorkerLease<'a> {
     fn kill_in(&mut self, patience: Duration) {
         let at = Instant::now() + patience;
         self.kill_at = Some(self.kill_at.map_or(at, |before| before.min(at)));
+    }
+
+    /// Whether the lease is one of a medium, over the network.
+    fn is_medium(&self) -> bool {
+        matches!(self.connection, Some(Borrower::Lent(_)))
     }
 
     fn is_leased(&self) -> bool {
@@ -296,6 +316,15 @@ impl<'a> WorkerLease<'a> {
                 }
                 CallReply::Done
             }
+            Call::Released(how) if self.is_medium() => {
+                self.ended = Some(how);
+                self.kill_in(EXIT_TIMEOUT);
+                CallReply::Done
+            }
+            Call::EndChain => {
+                self.owner.home.end_chain();
+                CallReply::Done
+            }
             Call::Released(how) => {
                 let is_down = |it: &SecondHandle| it.take_down().is_ok();
                 // Else when the process has ended.
@@ -331,7 +360,7 @@ impl<'a> WorkerLease<'a> {
 
     /// Gives back what the worker has of the adapter, and then the lease. The next lease starts
     /// when this worker is gone.
-    fn release(&mut self, how: Revocation) {
+    fn release(&mut self, how: Release) {
         if let Some((tables, entry)) = self.device.tables().zip(self.requester.take()) {
             for window in self.windows.drain(..) {
                 tables.give_back_window(entry, window);
@@ -402,6 +431,13 @@ impl<'a> WorkerLease<'a> {
                     self.kill_in(limit + STOP_TIMEOUT);
                     (Order::Revoke { limit }, Waiting::Revoke)
                 }
+                // What the worker has begun on the medium is over when it is gone.
+                DeviceRequest::Supersede { generation } => {
+                    if generation == self.generation {
+                        self.worker.kill();
+                    }
+                    continue;
+                }
                 // The registry ends the thread of a device that is not lent.
                 DeviceRequest::End(end) => {
                     self.owner.end = Some(end);
@@ -465,6 +501,8 @@ impl<'a> WorkerLease<'a> {
         let flushed = self.device.flush();
         if let Err(error) = &flushed {
             log::error!("{error}");
+            // The kernel reports that once.
+            self.owner.home.end_chain();
         }
         for waiting in self.late.drain(..) {
             if let Waiting::HandOver(_, reply) = waiting {
@@ -472,14 +510,14 @@ impl<'a> WorkerLease<'a> {
                 let _ = reply.try_send(flushed.clone());
             }
         }
-        if self.is_leased() {
+        if self.is_leased() && self.ended.is_none() {
             let line = format!(
                 "device {id}: revoked: its worker process {pid} is gone (VM {}, generation {})",
                 self.vm, self.generation
             );
             self.owner.home.line(Line::Ended, &line);
         }
-        if let Some(connection) = self.connection.as_mut().filter(|_| !self.begun) {
+        if let (Some(Borrower::Asking(connection)), false) = (&mut self.connection, self.begun) {
             let error = failed(format_args!(
                 "device {id}: its worker process {pid} {}: see the lender's log",
                 ended(status)
@@ -487,58 +525,13 @@ impl<'a> WorkerLease<'a> {
             // The borrow fails whether or not the peer receives this.
             let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
         }
-        self.release(Revocation::Ended);
+        let ended = match self.is_medium() {
+            true => Release::Cut,
+            false => Release::Over(Revocation::Ended),
+        };
+        let ended = self.ended.unwrap_or(ended);
+        self.release(ended);
         true
-    }
-
-    /// Stops the DMA of the function of a worker that is gone: the borrower's VMM may keep the
-    /// function, and with it the mappings, open. Retries until the lender stops.
-    fn take_down(&mut self, function: &SecondHandle) -> bool {
-        let mut pause = FIRST_PAUSE;
-        while let Err(error) = function.take_down() {
-            let error = Chain(&error);
-            self.owner.publish_problem(Some(&format!(
-                "cannot stop its DMA: {error}; VM {} keeps the lease (generation {}) until that succeeds, trying again",
-                self.vm, self.generation
-            )));
-            if !self.pause_for_request(pause) {
-                log::error!(
-                    "device {}: the lender stops, and its DMA is not stopped: {error}; it stays as it is until the process has exited",
-                    self.owner.id
-                );
-                return false;
-            }
-            pause = (pause * 2).min(LONGEST_PAUSE);
-        }
-        self.owner.publish_problem(None);
-        true
-    }
-
-    /// Takes requests for the length of `pause`, while leased. Returns false when the lender stops.
-    fn pause_for_request(&mut self, pause: Duration) -> bool {
-        let until = Instant::now() + pause;
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return true;
-            }
-            let left = Timespec::try_from(left).unwrap_or_default();
-            let stop = self.owner.stop.as_fd();
-            // Requests after the lease has been released include the next lease: they stay.
-            let requests = match self.is_leased() {
-                true => self.owner.requests_wake.as_fd(),
-                false => stop,
-            };
-            let mut fds = [stop, requests].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            // An interrupted wait is only shorter.
-            let ready = poll(&mut fds, Some(&left));
-            let [stop, requests] = fds.map(|fd| !fd.revents().is_empty());
-            match ready {
-                Ok(_) if stop => return false,
-                Ok(_) if requests => self.take_request(),
-                _ => return true,
-            }
-        }
     }
 }
 

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     refusals::{failed, internal, invalid, refused},
-    registry::Lease,
+    registry::{Lease, Release},
     source::{DRAIN_TIMEOUT, DeviceSource, Leased, LeasedDevice, NotLeased},
 };
 
@@ -76,6 +76,7 @@ impl<'a> LeaseLoop<'a> {
             generation,
             transport,
             bar_memory,
+            chain: _,
         } = lease;
         let id = owner.id.clone();
         let peer = connection.peer();
@@ -106,7 +107,9 @@ impl<'a> LeaseLoop<'a> {
                 let line = format!("device {id}: cannot lend to VM {vm}: {error}");
                 owner.home.line(Line::NotLent, &line);
                 // Release first, so that the peer can retry at once.
-                owner.home.released(generation, Revocation::Released);
+                owner
+                    .home
+                    .released(generation, Release::Over(Revocation::Released));
                 // The borrow fails whether or not the peer receives this.
                 let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
                 return Some(source);
@@ -565,6 +568,7 @@ impl<'a> LeaseLoop<'a> {
             | Request::Describe { .. }
             | Request::Check { .. }
             | Request::Borrow { .. }
+            | Request::BorrowMedium { .. }
             | Request::Handover { .. }
             | Request::EndReservation { .. }
             | Request::Revoke { .. }

@@ -36,6 +36,7 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
         generation: grant.generation(),
         transport: Transport::Ntb,
         bar_memory: Vec::new(),
+        chain: None,
     };
     let claim = Claim {
         device: &id,

@@ -110,6 +110,13 @@ impl Devices {
         self.registry
             .add(&id, kind, described, queue, access, first_generation())
             .map_err(failed)?;
+        match device.medium() {
+            Some(Ok(medium)) => self.registry.set_medium(&id, medium),
+            Some(Err(error)) => log::warn!(
+                "device {id}: cannot be lent over the network: its medium cannot be identified: {error}"
+            ),
+            None => {}
+        }
         let started = threads.start(format!("dev-{id}"), move || device_loop.run(device));
         if let Err(error) = started {
             // It is not lent.

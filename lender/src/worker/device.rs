@@ -16,15 +16,17 @@ use farside_daemon::{DeviceId, VmName};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
-    BarOwner, Channel, ChannelError, Described, DeviceEntry, RamRange, RemoteError, Transport,
+    BarOwner, Channel, ChannelError, Described, DeviceEntry, MediumLease, RamRange, RemoteError,
+    Reply, Secret, Transport,
 };
+use farside_medium::Secrets;
 use farside_vfio::SecondHandle;
 use rustix::{
     fd::BorrowedFd,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
-use super::messages::{Model, Order, Served, Start};
+use super::messages::{Model, Order, Served, ServedMedium, Start};
 use crate::{
     config,
     model::{check_model, not_flushed},
@@ -148,13 +150,123 @@ impl WorkerDevice {
         }
     }
 
-    /// Starts a worker and hands the lease to it.
+    /// The medium, if it can be lent over the network.
+    pub(crate) fn medium(&self) -> Option<io::Result<nvme::ImageId>> {
+        match &self.device {
+            Kind::Model(model) => model.image.as_ref().map(nvme::Image::id),
+            Kind::Function(_) => None,
+        }
+    }
+
+    /// Starts a worker and hands the lease to it. On error the borrower gets its connection back, unless
+    /// it was told of the lease.
     pub(crate) fn start(
         &self,
         entry: DeviceEntry,
         poll_us: u64,
-        lease: &Lease,
-    ) -> Result<Worker, StartError> {
+        mut lease: Lease,
+    ) -> Result<(Worker, Borrower), (Option<Channel>, StartError)> {
+        let mut worker = match self.spawn(&lease.vm) {
+            Ok(worker) => worker,
+            Err(error) => return Err((Some(lease.connection), error)),
+        };
+        let served = match lease.chain {
+            Some(chain) => {
+                let replied = self.reply(&mut lease, chain);
+                if let Err(error) = replied {
+                    return Err((Some(lease.connection), error));
+                }
+                let data = lease.connection.into_link(START_TIMEOUT);
+                let (socket, secrets) = match data {
+                    Ok(data) => data,
+                    Err(error) => return Err((None, StartError::Reply(error))),
+                };
+                (Borrower::Lent(socket), self.served_medium(secrets))
+            }
+            None => (Borrower::Asking(lease.connection), self.served()),
+        };
+        let (borrower, served) = match served {
+            (borrower, Ok(served)) => (borrower, served),
+            (borrower, Err(error)) => return Err((borrower.channel(), error)),
+        };
+        let start = Order::Start(Box::new(Start {
+            entry,
+            device: served,
+            poll_us,
+            vm: lease.vm,
+            generation: lease.generation,
+            transport: lease.transport,
+        }));
+        let fds: Vec<BorrowedFd<'_>> = [worker.their_calls.as_fd(), borrower.as_fd()]
+            .into_iter()
+            .chain(self.file().map(AsFd::as_fd))
+            .chain(lease.bar_memory.iter().map(AsFd::as_fd))
+            .collect();
+        match worker.worker.orders.send(&start, &fds, START_TIMEOUT) {
+            Ok(()) => Ok((worker.worker, borrower)),
+            Err(error) => Err((borrower.channel(), StartError::Send(error))),
+        }
+    }
+
+    /// Tells the borrower of the medium's lease, before frames follow.
+    fn reply(&self, lease: &mut Lease, chain: Secret) -> Result<(), StartError> {
+        let Kind::Model(kind) = &self.device else {
+            return Err(StartError::NoMedium);
+        };
+        let (config::Model::Nvme(config), Some(image)) = (&kind.model, &kind.image) else {
+            return Err(StartError::NoMedium);
+        };
+        // The path is this host's.
+        let config = nvme::Config {
+            image: self.id.as_str().into(),
+            ..config.clone()
+        };
+        let reply = Reply::Medium(Box::new(MediumLease {
+            generation: lease.generation,
+            chain,
+            model: serde_json::to_string(&config).map_err(StartError::Config)?,
+            size: image.size,
+            punches_holes: image.punches_holes,
+        }));
+        let sent = lease.connection.send(&reply, &[], START_TIMEOUT);
+        sent.map_err(StartError::Reply)
+    }
+
+    fn served_medium(&self, secrets: Option<Secrets>) -> Result<Served, StartError> {
+        match &self.device {
+            Kind::Model(kind) => match (&kind.model, &kind.image) {
+                (config::Model::Nvme(config), Some(image)) => {
+                    Ok(Served::Medium(Box::new(ServedMedium {
+                        engine: config.engine,
+                        size: image.size,
+                        read_only: config.read_only,
+                        secrets,
+                    })))
+                }
+                _ => Err(StartError::NoMedium),
+            },
+            Kind::Function(_) => Err(StartError::NoMedium),
+        }
+    }
+
+    fn served(&self) -> Result<Served, StartError> {
+        let kind = match &self.device {
+            Kind::Model(kind) => kind,
+            Kind::Function(function) => return Ok(Served::Function(function.config())),
+        };
+        let model = match (&kind.model, &kind.image) {
+            (config::Model::Nvme(config), Some(image)) => Model::Nvme {
+                config: serde_json::to_string(config).map_err(StartError::Config)?,
+                size: image.size,
+                punches_holes: image.punches_holes,
+            },
+            _ => Model::DmaTest,
+        };
+        let limits = kind.adapter.limits().clone();
+        Ok(Served::Model { model, limits })
+    }
+
+    fn spawn(&self, vm: &VmName) -> Result<Spawned, StartError> {
         let (orders, their_orders) = Channel::pair().map_err(StartError::Channel)?;
         let (calls, their_calls) = Channel::pair().map_err(StartError::Channel)?;
         let (log, their_log) = io::pipe().map_err(StartError::Channel)?;
@@ -163,7 +275,7 @@ impl WorkerDevice {
         let child = Command::new(&self.program.path)
             .arg0("farside")
             .args(&self.program.args)
-            .args([self.id.as_str(), lease.vm.as_str()])
+            .args([self.id.as_str(), vm.as_str()])
             .stdin(Stdio::from(their_orders.into_socket()))
             .stdout(Stdio::null())
             .stderr(their_log)
@@ -176,42 +288,11 @@ impl WorkerDevice {
                 program: self.program.path.clone(),
                 source,
             })?;
-        let mut worker = Worker::new(child, orders, calls, log).map_err(StartError::Channel)?;
-        let (device, image) = match &self.device {
-            Kind::Model(kind) => {
-                let limits = kind.adapter.limits().clone();
-                let model = match (&kind.model, &kind.image) {
-                    (config::Model::Nvme(config), Some(image)) => Model::Nvme {
-                        config: serde_json::to_string(config).map_err(StartError::Config)?,
-                        size: image.size,
-                        punches_holes: image.punches_holes,
-                    },
-                    _ => Model::DmaTest,
-                };
-                let image = kind.image.as_ref().map(|image| image.file.as_fd());
-                (Served::Model { model, limits }, image)
-            }
-            Kind::Function(function) => (Served::Function(function.config()), None),
-        };
-        let start = Order::Start(Box::new(Start {
-            entry,
-            device,
-            poll_us,
-            vm: lease.vm.clone(),
-            generation: lease.generation,
-            transport: lease.transport,
-        }));
-        let their_calls = their_calls.into_socket();
-        let fds: Vec<BorrowedFd<'_>> = [their_calls.as_fd(), lease.connection.as_fd()]
-            .into_iter()
-            .chain(image)
-            .chain(lease.bar_memory.iter().map(AsFd::as_fd))
-            .collect();
-        worker
-            .orders
-            .send(&start, &fds, START_TIMEOUT)
-            .map_err(StartError::Send)?;
-        Ok(worker)
+        let worker = Worker::new(child, orders, calls, log).map_err(StartError::Channel)?;
+        Ok(Spawned {
+            worker,
+            their_calls: their_calls.into_socket(),
+        })
     }
 
     /// The lease of `vm` has ended, with this last report and handle on the function.
@@ -296,6 +377,40 @@ impl Available for WorkerDevice {
     }
 }
 
+/// The borrower's end of a lease in the broker, until the lease has ended: closing it tells the borrower
+/// that its memory is out of use.
+pub(crate) enum Borrower {
+    /// Its worker answers.
+    Asking(Channel),
+    /// It has its answer: frames follow.
+    Lent(OwnedFd),
+}
+
+impl Borrower {
+    /// The connection, if it can be answered.
+    fn channel(self) -> Option<Channel> {
+        match self {
+            Self::Asking(channel) => Some(channel),
+            Self::Lent(_) => None,
+        }
+    }
+}
+
+impl AsFd for Borrower {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Asking(channel) => channel.as_fd(),
+            Self::Lent(socket) => socket.as_fd(),
+        }
+    }
+}
+
+/// A process without its lease.
+struct Spawned {
+    worker: Worker,
+    their_calls: OwnedFd,
+}
+
 /// Why a worker could not be started.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StartError {
@@ -310,6 +425,10 @@ pub(crate) enum StartError {
     Config(#[source] serde_json::Error),
     #[error("cannot hand the lease to the worker process")]
     Send(#[source] ChannelError),
+    #[error("cannot tell the borrower of its lease")]
+    Reply(#[source] ChannelError),
+    #[error("the device has no medium")]
+    NoMedium,
 }
 
 /// A worker process. Dropping it kills it, and waits until it is gone.

@@ -3,12 +3,14 @@
 use std::time::Duration;
 
 use farside_daemon::VmName;
+use farside_devices::nvme::EngineChoice;
 use farside_fabric::{LutRange, NtbLimits, PeerAddress};
-use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Revocation, Transport};
+use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Transport};
+use farside_medium::Secrets;
 use farside_vfio::HandleParts;
 use serde::{Deserialize, Serialize};
 
-use crate::{device_loop::Line, source::Report, vfio::FunctionConfig};
+use crate::{device_loop::Line, registry::Release, source::Report, vfio::FunctionConfig};
 
 /// What a worker is asked to do. Each order after the first has one answer, in order.
 #[derive(Debug, Serialize, Deserialize)]
@@ -50,6 +52,19 @@ pub(crate) enum Served {
     Model { model: Model, limits: NtbLimits },
     /// A function of this host, which the worker opens.
     Function(FunctionConfig),
+    /// The medium of a model, over the network. The image comes as a descriptor.
+    Medium(Box<ServedMedium>),
+}
+
+/// The medium of a model whose controller is at the borrower.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct ServedMedium {
+    pub(crate) engine: EngineChoice,
+    /// Bytes of the image.
+    pub(crate) size: u64,
+    pub(crate) read_only: bool,
+    /// The connection's TLS session.
+    pub(crate) secrets: Option<Secrets>,
 }
 
 /// A software model.
@@ -95,7 +110,9 @@ pub(crate) enum Call {
     /// Give back a window's LUT entries.
     GiveBackWindow(LutRange),
     /// The lease has ended, and the device can be lent again as soon as this process has ended.
-    Released(Revocation),
+    Released(Release),
+    /// The lease may not go on over another connection: a flush has failed.
+    EndChain,
     /// The device's problem has changed.
     Problem(Option<String>),
     /// Count the function's DMA faults.

@@ -12,7 +12,10 @@ use farside_daemon::{
     confine::{ConfineError, locking},
     raise_open_files,
 };
-use farside_devices::{Device, dma_test, nvme};
+use farside_devices::{
+    Device, dma_test,
+    nvme::{self, LentMedium},
+};
 use farside_error_chain::Chain;
 use farside_fabric::{
     Budget, FabricError, LutRange, PeerAddress,
@@ -21,6 +24,7 @@ use farside_fabric::{
 use farside_lender_protocol::{
     Channel, ChannelError, DeviceEntry, ErrorKind, Generation, RemoteError, Reply, Revocation,
 };
+use farside_medium::Link;
 use rustix::{
     event::{PollFd, PollFlags, poll},
     thread::CapabilitySet,
@@ -28,12 +32,13 @@ use rustix::{
 
 use super::{
     confine::{self, UserChangeError},
+    medium::MediumLease,
     messages::{Answer, Call, CallReply, Model, Order, Served, Start},
 };
 use crate::{
     device_loop::{DeviceLoop, Home, Line},
     model::ModelDevice,
-    registry::{DeviceRequest, Lease, RequestQueue},
+    registry::{DeviceRequest, Lease, Release, RequestQueue},
     requests::{ANSWER_TIMEOUT, HANDOVER_TIMEOUT},
     source::DeviceSource,
     tokens::RegisterTokens,
@@ -45,7 +50,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Timeout for a reply or an answer to arrive at the broker, whose thread for this device has
 /// nothing else to do.
-const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why a worker process ends without having served its lease.
 #[derive(Debug, thiserror::Error)]
@@ -94,14 +99,34 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     let mut fds = fds.into_iter();
     let mut next = || fds.next().ok_or(WorkerError::InvalidLease);
     let calls = Arc::new(Calls::new(Channel::from_socket(next()?)));
-    let mut connection = Channel::from_socket(next()?);
+    let connection = next()?;
     let id = entry.id.clone();
+    if let Served::Medium(served) = device {
+        give_up_rights(CapabilitySet::empty())?;
+        let link = Link::new(connection, served.secrets.as_ref());
+        let link = link.map_err(|error| WorkerError::Device(error.into()))?;
+        let medium = LentMedium::new(
+            next()?.into(),
+            served.engine,
+            (served.size, served.read_only),
+            link,
+        )?;
+        confine::restrict_system_calls(confine::Kind::Model)?;
+        let lease = MediumLease {
+            id,
+            vm,
+            generation,
+            medium,
+        };
+        return Ok(lease.serve(&mut orders, &calls)?);
+    }
+    let mut connection = Channel::from_socket(connection);
     let failed = |error: RemoteError| WorkerError::Device(error.into());
     // What needs files comes before the confinement.
     let quota = Budget::of_this_process().shared_by(1);
     let stop = Wakeup::new()?;
     let kind = match &device {
-        Served::Model { .. } => confine::Kind::Model,
+        Served::Model { .. } | Served::Medium(_) => confine::Kind::Model,
         Served::Function(_) => confine::Kind::Function,
     };
     let source: Box<dyn DeviceSource> = match device {
@@ -118,13 +143,15 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
                     let line = format!("device {id}: cannot lend to VM {vm}: {error}");
                     calls.tell(&Call::Line(Line::NotLent, line));
                     // Release first, so that the peer can retry at once.
-                    calls.tell(&Call::Released(Revocation::Released));
+                    calls.tell(&Call::Released(Release::Over(Revocation::Released)));
                     // The borrow fails whether or not the peer receives this.
                     let _ = connection.send(&Reply::Refused(error), &[], CALL_TIMEOUT);
                     return Ok(());
                 }
             }
         }
+        // Served above.
+        Served::Medium(_) => return Err(WorkerError::InvalidLease),
         Served::Model { model, limits } => {
             // Before threads are started: each thread has privileges and Landlock's rules of its own.
             give_up_rights(CapabilitySet::empty())?;
@@ -165,6 +192,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         generation,
         transport,
         bar_memory: fds.collect(),
+        chain: None,
     };
     queue
         .post(DeviceRequest::Lease(lease))
@@ -295,7 +323,7 @@ fn ask(queue: &RequestQueue, generation: Generation, order: Order) -> Answer {
 }
 
 /// The calls to the broker.
-struct Calls(Mutex<Option<Channel>>);
+pub(super) struct Calls(Mutex<Option<Channel>>);
 
 impl Calls {
     fn new(channel: Channel) -> Self {
@@ -324,7 +352,7 @@ impl Calls {
     }
 
     /// A call that nothing depends on: the broker may be gone.
-    fn tell(&self, call: &Call) {
+    pub(super) fn tell(&self, call: &Call) {
         if let Err(error) = self.call(call) {
             log::debug!("{call:?}: {error}");
         }
@@ -411,8 +439,12 @@ impl Home for InWorker {
         &self.tokens
     }
 
-    fn released(&self, _generation: Generation, how: Revocation) {
+    fn released(&self, _generation: Generation, how: Release) {
         self.calls.tell(&Call::Released(how));
+    }
+
+    fn end_chain(&self) {
+        self.calls.tell(&Call::EndChain);
     }
 
     fn problem(&self, _before: Option<&str>, now: Option<&str>) {

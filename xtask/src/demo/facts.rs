@@ -222,6 +222,7 @@ impl Default for Seen {
                     fences: Vec::new(),
                     problem: None,
                     availability: Default::default(),
+                    kept: None,
                 },
                 bus_master: false,
                 usage: Usage::default(),

@@ -110,6 +110,7 @@ mod tests {
             fences: Vec::new(),
             problem: None,
             availability: Default::default(),
+            kept: None,
         }
     }
 

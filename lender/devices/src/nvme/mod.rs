@@ -54,8 +54,8 @@ mod status;
 mod tests;
 
 pub use block::{
-    Ended, EngineChoice, Image, ImageError, LentMedium, MediumKeeper, Notice, RemoteMedium, Supply,
-    remote_medium,
+    Ended, EngineChoice, Image, ImageError, ImageId, LentMedium, MediumKeeper, Notice,
+    RemoteMedium, Supply, remote_medium,
 };
 pub use config::{Config, ConfigError, MODEL_LEN, SERIAL_LEN};
 pub use controller::Nvme;

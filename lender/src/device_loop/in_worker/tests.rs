@@ -8,7 +8,7 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_fabric::{Budget, soft::Adapter};
-use farside_lender_protocol::{DeviceEntry, Transport};
+use farside_lender_protocol::{Channel, DeviceEntry, Transport};
 
 use super::*;
 use crate::{
@@ -30,7 +30,9 @@ impl Home for Problems {
         &self.1
     }
 
-    fn released(&self, _: Generation, _: Revocation) {
+    fn end_chain(&self) {}
+
+    fn released(&self, _: Generation, _: Release) {
         panic!("the lease has ended");
     }
 
@@ -60,6 +62,7 @@ fn lease(generation: u64) -> Lease {
         generation: Generation(generation),
         transport: Transport::SharedMemory,
         bar_memory: Vec::new(),
+        chain: None,
     }
 }
 
@@ -91,11 +94,14 @@ fn stuck(leased: bool) -> Stuck {
         fences: Vec::new(),
         problem: None,
         availability: Default::default(),
+        kept: None,
     };
-    let worker = device.start(entry, 0, &lease).unwrap();
+    let of = (lease.vm.clone(), lease.generation);
+    let started = device.start(entry, 0, lease);
+    let (worker, borrower) = started.map_err(|(_, error)| error).unwrap();
     worker.kill();
     let serving = std::thread::spawn(move || {
-        let mut lease = WorkerLease::new(&mut owner, &mut device, worker, lease);
+        let mut lease = WorkerLease::new(&mut owner, &mut device, worker, borrower, of);
         // No container of VFIO: it unmaps nothing.
         let parts = r#"{ "bdf": "0000:03:00.0", "config_offset": 0, "iommu": "Type1" }"#;
         let null = || File::open("/dev/null").unwrap().into();

@@ -9,9 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock};
+use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, StatxFlags, fallocate, flock, statx};
+use serde::{Deserialize, Serialize};
 
-use super::is_read_only;
+use super::{disk_sequence, is_read_only};
 
 /// How long to wait while the image is in use. The kernel closes the files of a killed
 /// process only after its exit: an io_uring holds them until a kernel worker has
@@ -82,6 +83,28 @@ pub struct Image {
     pub punches_holes: bool,
 }
 
+/// Identifies an open image: another one, even at the same path, has another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub enum ImageId {
+    /// A file.
+    File {
+        /// Major and minor number of its file system's device.
+        device: (u32, u32),
+        /// Its inode.
+        inode: u64,
+        /// When that was created, in seconds and nanoseconds since 1970; the inode may be used again.
+        born: (i64, u32),
+    },
+    /// A disk.
+    Disk {
+        /// Its major and minor number.
+        device: (u32, u32),
+        /// Its number since the system has started.
+        sequence: u64,
+    },
+}
+
 /// Whether the path is a device's.
 fn is_device(path: &Path) -> bool {
     path.starts_with("/dev") && !path.starts_with("/dev/shm")
@@ -104,6 +127,28 @@ fn empty(path: &Path) -> String {
 }
 
 impl Image {
+    /// Identifies the image.
+    ///
+    /// # Errors
+    /// Those of statx(2), and of a kernel before 5.15, which does not number its disks.
+    pub fn id(&self) -> io::Result<ImageId> {
+        let flags = AtFlags::EMPTY_PATH;
+        let fields = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
+        let status = statx(&self.file, c"", flags, fields)?;
+        let is_device = self.file.metadata()?.file_type().is_block_device();
+        Ok(match is_device {
+            true => ImageId::Disk {
+                device: (status.stx_rdev_major, status.stx_rdev_minor),
+                sequence: disk_sequence(&self.file)?,
+            },
+            false => ImageId::File {
+                device: (status.stx_dev_major, status.stx_dev_minor),
+                inode: status.stx_ino,
+                born: (status.stx_btime.tv_sec, status.stx_btime.tv_nsec),
+            },
+        })
+    }
+
     /// Opens and locks an image. If it is in use, retries for [`IN_USE_TIMEOUT`], for
     /// example for the previous process of a lender that restarts.
     pub fn open(path: &Path, access: ImageAccess, block_size: u32) -> Result<Self, ImageError> {

@@ -37,7 +37,7 @@ use farside_fabric::memory::HostSlice;
 use farside_medium::Condition;
 use serde::{Deserialize, Serialize};
 
-pub use image::{Image, ImageAccess, ImageError};
+pub use image::{Image, ImageAccess, ImageError, ImageId};
 pub use lent::{Ended, LentMedium};
 pub use network::{MediumKeeper, Notice, RemoteMedium, Supply, remote_medium};
 
@@ -467,6 +467,21 @@ fn is_read_only(device: &File) -> io::Result<bool> {
         _ => Err(io::Error::last_os_error()),
     }
 }
+
+/// The number of the disk in a block device, which no other of this system has (`BLKGETDISKSEQ`).
+fn disk_sequence(device: &File) -> io::Result<u64> {
+    let mut sequence: u64 = 0;
+    // SAFETY: the descriptor is open during the call, and BLKGETDISKSEQ writes one u64 to
+    // `sequence`.
+    let result = unsafe { libc::ioctl(raw(device), BLKGETDISKSEQ, &mut sequence) };
+    match result {
+        0 => Ok(sequence),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// `_IOR(0x12, 128, u64)` of `linux/fs.h`, which the libc crate does not have.
+const BLKGETDISKSEQ: libc::Ioctl = 0x8008_1280;
 
 /// `_IO(0x12, 94)` of `linux/fs.h`, which the libc crate does not have.
 const BLKROGET: libc::Ioctl = 0x125e;

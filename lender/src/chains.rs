@@ -1,0 +1,125 @@
+//! Leases that go on over another connection.
+//!
+//! When the connection of a medium's lease is cut, its borrower connects anew and sends what has no
+//! answer again. That is right only if nobody has changed the medium since, and if what the borrower
+//! was told is done is still so. So a lease is named by a secret, its chain, which lives as long as both
+//! are certain: it ends with the lease's return, with a lease of anybody else, with a flush that has failed,
+//! with another medium, and with this host's system, whose cache had the writes that were not flushed.
+
+use std::{
+    sync::OnceLock,
+    time::{Duration, Instant},
+};
+
+use farside_daemon::VmName;
+use farside_devices::nvme::ImageId;
+use farside_lender_protocol::{ErrorKind, KeptFor, RemoteError, Secret};
+use serde::{Deserialize, Serialize};
+
+/// Names the running system where /proc is hidden, as by the packaged unit.
+const BOOT_VARIABLE: &str = "FARSIDE_BOOT_ID";
+
+const BOOT_FILE: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The lease that may go on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Chain {
+    pub(crate) vm: VmName,
+    pub(crate) secret: Secret,
+    pub(crate) medium: ImageId,
+    /// The system that has unflushed writes.
+    pub(crate) boot: String,
+    /// Time for which the device is kept after a cut.
+    pub(crate) keep_ms: u64,
+}
+
+impl Chain {
+    /// The first lease of a chain.
+    pub(crate) fn start(vm: &VmName, medium: ImageId, keep: Duration) -> std::io::Result<Self> {
+        Ok(Self {
+            vm: vm.clone(),
+            secret: Secret::random()?,
+            medium,
+            boot: boot()?.to_owned(),
+            keep_ms: keep.as_millis() as u64,
+        })
+    }
+
+    /// Checks that the chain `kept` of a device goes on with a lease of `vm`.
+    pub(crate) fn check(
+        kept: Option<&Self>,
+        vm: &VmName,
+        secret: Secret,
+        medium: ImageId,
+    ) -> Result<(), String> {
+        let Some(kept) = kept.filter(|kept| kept.vm == *vm && kept.secret == secret) else {
+            return Err("its lease has ended since: the device was returned, revoked, or borrowed anew, or a flush has failed".into());
+        };
+        match kept.goes_on_with(medium) {
+            true => Ok(()),
+            false if kept.medium != medium => Err("it has another medium now".into()),
+            false => {
+                Err("the lender's host has restarted: writes that were not flushed are lost".into())
+            }
+        }
+    }
+
+    /// Whether the medium, and the system with its cache, are those of the chain.
+    pub(crate) fn goes_on_with(&self, medium: ImageId) -> bool {
+        self.medium == medium && boot().is_ok_and(|boot| *boot == self.boot)
+    }
+}
+
+/// The refusal of a lease that does not go on.
+pub(crate) fn ended(id: &str, vm: &VmName, why: &str) -> RemoteError {
+    RemoteError {
+        kind: ErrorKind::ChainEnded,
+        message: format!("device {id} cannot be used further by VM {vm}: {why}"),
+    }
+}
+
+/// The running system of this host.
+fn boot() -> std::io::Result<&'static str> {
+    static BOOT: OnceLock<String> = OnceLock::new();
+    if let Some(boot) = BOOT.get() {
+        return Ok(boot);
+    }
+    let boot = match std::env::var(BOOT_VARIABLE) {
+        Ok(boot) => boot,
+        Err(_) => std::fs::read_to_string(BOOT_FILE).map_err(|error| {
+            let text = format!("cannot read {BOOT_FILE}, nor {BOOT_VARIABLE}: {error}");
+            std::io::Error::new(error.kind(), text)
+        })?,
+    };
+    Ok(BOOT.get_or_init(|| boot.trim().replace('-', "")))
+}
+
+/// A device whose connection was cut.
+#[derive(Clone, Debug)]
+pub(crate) struct Kept {
+    pub(crate) vm: VmName,
+    pub(crate) since: Instant,
+    pub(crate) until: Instant,
+}
+
+impl Kept {
+    pub(crate) fn from_now(chain: &Chain, at_most: Duration) -> Self {
+        let since = Instant::now();
+        Self {
+            vm: chain.vm.clone(),
+            since,
+            until: since + Duration::from_millis(chain.keep_ms).min(at_most),
+        }
+    }
+
+    /// For a list, unless its time is over.
+    pub(crate) fn shown(&self) -> Option<KeptFor> {
+        let left = self.until.checked_duration_since(Instant::now())?;
+        Some(KeptFor {
+            vm: self.vm.clone(),
+            seconds: self.since.elapsed().as_secs(),
+            left: left.as_secs() + 1,
+        })
+    }
+}

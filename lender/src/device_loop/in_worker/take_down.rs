@@ -1,0 +1,65 @@
+//! The end of a function's DMA, when its worker is gone.
+
+use std::{
+    os::fd::AsFd,
+    time::{Duration, Instant},
+};
+
+use farside_error_chain::Chain;
+use farside_vfio::SecondHandle;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::WorkerLease;
+use crate::device_loop::end::{FIRST_PAUSE, LONGEST_PAUSE};
+
+impl WorkerLease<'_> {
+    /// Stops the DMA of the function of a worker that is gone: the borrower's VMM may keep the
+    /// function, and with it the mappings, open. Retries until the lender stops.
+    pub(super) fn take_down(&mut self, function: &SecondHandle) -> bool {
+        let mut pause = FIRST_PAUSE;
+        while let Err(error) = function.take_down() {
+            let error = Chain(&error);
+            self.owner.publish_problem(Some(&format!(
+                "cannot stop its DMA: {error}; VM {} keeps the lease (generation {}) until that succeeds, trying again",
+                self.vm, self.generation
+            )));
+            if !self.pause_for_request(pause) {
+                log::error!(
+                    "device {}: the lender stops, and its DMA is not stopped: {error}; it stays as it is until the process has exited",
+                    self.owner.id
+                );
+                return false;
+            }
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+        self.owner.publish_problem(None);
+        true
+    }
+
+    /// Takes requests for the length of `pause`, while leased. Returns false when the lender stops.
+    fn pause_for_request(&mut self, pause: Duration) -> bool {
+        let until = Instant::now() + pause;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return true;
+            }
+            let left = Timespec::try_from(left).unwrap_or_default();
+            let stop = self.owner.stop.as_fd();
+            // Requests after the lease has been released include the next lease: they stay.
+            let requests = match self.is_leased() {
+                true => self.owner.requests_wake.as_fd(),
+                false => stop,
+            };
+            let mut fds = [stop, requests].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            // An interrupted wait is only shorter.
+            let ready = poll(&mut fds, Some(&left));
+            let [stop, requests] = fds.map(|fd| !fd.revents().is_empty());
+            match ready {
+                Ok(_) if stop => return false,
+                Ok(_) if requests => self.take_request(),
+                _ => return true,
+            }
+        }
+    }
+}
