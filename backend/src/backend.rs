@@ -70,6 +70,9 @@ pub struct Config {
     pub open_timeout: Duration,
     /// The VMM's request timeout: QEMU's `x-msg-timeout`.
     pub message_timeout: Duration,
+    /// Time for which I/O waits for a lender of another host that is out of reach. Then the guest is asked
+    /// to release the device.
+    pub lost_after: Duration,
     /// Group whose members may connect to the devices' sockets, in addition to this user.
     pub socket_group: Option<String>,
     /// Asks the guest to release a device that its lender takes back.
@@ -118,7 +121,7 @@ pub enum StartError {
     Ntb(#[from] NtbError),
     /// The lender is on another host, and no NTB is configured.
     #[error(
-        "device {device} is at {lender}, on another host, and DMA reaches this one only through an NTB: name this host's endpoint with --ntb BDF"
+        "device {device} is a physical function at {lender}, on another host, whose DMA reaches this one only through an NTB: name this host's endpoint with --ntb BDF, or have the function's block device lent instead, which is borrowed over the network"
     )]
     NoNtb { device: DeviceId, lender: Address },
     /// A device is listed twice.

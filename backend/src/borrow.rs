@@ -65,6 +65,7 @@
 pub(crate) mod bars;
 mod error;
 pub(crate) mod memory_limit;
+pub(crate) mod network;
 mod page_pins;
 pub(crate) mod path;
 pub(crate) mod peer_mapper;

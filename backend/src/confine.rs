@@ -176,6 +176,7 @@ mod tests {
             ram: Vec::new(),
             open_timeout: std::time::Duration::from_secs(4),
             message_timeout: std::time::Duration::from_secs(5),
+            lost_after: std::time::Duration::from_secs(300),
             socket_group: None,
             release: None,
             helper: None,

@@ -176,8 +176,11 @@ impl Device {
 
     /// The device's current report.
     pub(crate) fn report(&self) -> DeviceReport {
+        let (connection, controller) = self.settings.network.report();
         DeviceReport {
             state: self.state,
+            connection,
+            controller,
             bars: self.bar_addresses(),
             interrupts: self.vectors.status(),
             ..self.report.clone()

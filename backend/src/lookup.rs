@@ -8,7 +8,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName};
-use farside_fabric::pin::PinPolicy;
+use farside_fabric::{Budget, SharedQuota, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
 use farside_lender_protocol::{
     Address, CallError, Client, Described, Dialer, FindError, RamRange, Transport, find_device,
@@ -19,6 +19,7 @@ use crate::{
     Config, ReleaseHook, StartError,
     borrow::{
         memory_limit::MemoryLimit,
+        network::NetworkState,
         vm_memory::{PeerWindows, VmMemory},
         worker::Settings,
     },
@@ -45,6 +46,8 @@ pub(crate) struct Lookup {
     ram: Vec<RamRange>,
     open_timeout: Duration,
     message_timeout: Duration,
+    lost_after: Duration,
+    quota: SharedQuota,
     release: Option<ReleaseHook>,
     sockets: Mutex<Sockets>,
 }
@@ -53,6 +56,7 @@ pub(crate) struct Lookup {
 pub(crate) struct Found {
     lender: Address,
     described: Described,
+    transport: Transport,
 }
 
 impl Lookup {
@@ -77,6 +81,8 @@ impl Lookup {
             ram: config.ram.clone(),
             open_timeout: config.open_timeout,
             message_timeout: config.message_timeout,
+            lost_after: config.lost_after,
+            quota: Budget::of_this_process().shared_by(1).into(),
             release: config.release.clone(),
             sockets: Mutex::new(sockets),
         }
@@ -89,20 +95,29 @@ impl Lookup {
     /// Looks a device up. Borrows nothing.
     pub(crate) fn find(&self, device: &DeviceId) -> Result<Found, StartError> {
         let (lender, described) = self.describe(device)?;
-        if lender.transport() == Transport::Ntb && self.ntb.is_none() {
+        let transport = Transport::between(&lender, described.bars);
+        if transport == Transport::Ntb && self.ntb.is_none() {
             return Err(StartError::NoNtb {
                 device: device.to_owned(),
                 lender,
             });
         }
-        self.check_ram(device, &lender)?;
-        Ok(Found { lender, described })
+        self.check_ram(device, &lender, transport)?;
+        Ok(Found {
+            lender,
+            described,
+            transport,
+        })
     }
 
     /// Creates a device's socket and server.
     pub(crate) fn serve(&self, id: &DeviceId, found: Found) -> Result<DeviceServer, StartError> {
-        let Found { lender, described } = found;
-        let (ntb, windows) = match (lender.transport(), &self.ntb) {
+        let Found {
+            lender,
+            described,
+            transport,
+        } = found;
+        let (ntb, windows) = match (transport, &self.ntb) {
             (Transport::Ntb, Some((adapter, windows))) => (Some(adapter.clone()), windows),
             _ => (None, &self.windows),
         };
@@ -110,9 +125,9 @@ impl Lookup {
             vm: self.vm.clone(),
             device: id.to_owned(),
             // Eventfds cannot be sent to another host.
-            relay_interrupts: self.interrupts == Interrupts::Relayed || lender.is_tcp(),
+            relay_interrupts: self.interrupts == Interrupts::Relayed || transport == Transport::Ntb,
             ntb,
-            transport: lender.transport(),
+            transport,
             lender,
             dialer: self.dialer.clone(),
             helper: self.helper.clone(),
@@ -122,6 +137,9 @@ impl Lookup {
             windows: windows.clone(),
             open_timeout: self.open_timeout,
             message_timeout: self.message_timeout,
+            lost_after: self.lost_after,
+            network: NetworkState::default(),
+            quota: self.quota.clone(),
             release: self.release.clone(),
         };
         let device =
@@ -153,16 +171,21 @@ impl Lookup {
     }
 
     /// Checks that the device can reach the VM's RAM ranges.
-    fn check_ram(&self, device: &DeviceId, lender: &Address) -> Result<(), StartError> {
+    fn check_ram(
+        &self,
+        device: &DeviceId,
+        lender: &Address,
+        transport: Transport,
+    ) -> Result<(), StartError> {
         if self.ram.is_empty() {
             return Ok(());
         }
-        if let (Transport::Ntb, Some((ntb, _))) = (lender.transport(), &self.ntb) {
+        if let (Transport::Ntb, Some((ntb, _))) = (transport, &self.ntb) {
             let spans: Vec<u64> = self.ram.iter().map(|range| range.len).collect();
             ntb.check_ram(&spans)?;
         }
         let mut client = self.connect(lender)?;
-        client.check(device, lender.transport(), self.ram.clone())?;
+        client.check(device, transport, self.ram.clone())?;
         Ok(())
     }
 }

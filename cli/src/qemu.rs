@@ -7,7 +7,7 @@ use farside_backend_api::BackendReport;
 use farside_daemon::{DeviceId, SocketGroup, VmName, paths};
 use farside_error_chain::Chain;
 use farside_fabric::Size;
-use farside_lender_protocol::{Address, CallError, Client};
+use farside_lender_protocol::{Address, CallError, Client, Transport};
 use farside_qemu_configs::{CommandLine, QemuBinary, Vm};
 use farside_vm_config::DeviceConfig;
 
@@ -120,8 +120,10 @@ fn open_timeout(backend: &BackendReport) -> Duration {
 /// the last word when the windows open.
 fn check(vm: &Vm, device: &DeviceId, lender: &Address) -> anyhow::Result<()> {
     let ram = ram_ranges(vm.machine, vm.ram);
-    let checked = Client::connect(lender, None)
-        .and_then(|mut client| client.check(device, lender.transport(), ram));
+    let checked = Client::connect(lender, None).and_then(|mut client| {
+        let transport = Transport::between(lender, client.describe(device)?.bars);
+        client.check(device, transport, ram)
+    });
     match checked {
         Ok(()) => Ok(()),
         Err(error @ CallError::Refused(_)) => {

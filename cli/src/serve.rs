@@ -16,6 +16,9 @@ use crate::{
     values::MachineArg,
 };
 
+/// Default of `--lost-after`, seconds.
+const LOST_AFTER: u64 = 300;
+
 /// QEMU's default `x-msg-timeout`.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -80,6 +83,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         ram: memory.map_or_else(Vec::new, |memory| ram_ranges(machine, memory)),
         open_timeout,
         message_timeout,
+        lost_after: Duration::from_secs(args.lost_after.or(file.lost_after).unwrap_or(LOST_AFTER)),
         socket_group: args.socket_group.or(file.socket_group),
         release: Some(release),
         helper: Some(helper),

@@ -201,6 +201,9 @@ fn borrowed(text: &mut String, device: &DeviceReport) -> fmt::Result {
             device.bme_to_ready_us, device.layout_probes
         )?;
     }
+    if let Some(connection) = &device.connection {
+        writeln!(text, "    network: {connection}")?;
+    }
     if let Some(error) = &device.last_error {
         writeln!(text, "    last error: {error}")?;
     }

@@ -333,8 +333,11 @@ fn default_keep_at_most() -> u64 {
     DEFAULT_KEEP_AT_MOST.as_secs()
 }
 
+/// See [`Config::poll_us`].
+pub(crate) const DEFAULT_POLL_US: u64 = 500;
+
 fn default_poll_us() -> u64 {
-    500
+    DEFAULT_POLL_US
 }
 
 #[cfg(test)]

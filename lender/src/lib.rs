@@ -6,6 +6,7 @@
 //! - `device_loop`: one thread per device. It alone accesses the device, its IOMMU domains and its
 //!   interrupts, so the data path takes no lock.
 //! - `worker`: a process for each lease of a software model, with a device thread of its own.
+//! - [`near`]: a controller in the borrower's process, for a medium in another host.
 //! - `source`: the interface to a device, available or leased; `model` and `vfio` implement it.
 //! - `listening`: the UNIX socket and the TCP ports; `tokens`: tokens that identify the register
 //!   channels of other hosts.
@@ -30,6 +31,7 @@ mod device_loop;
 mod fences;
 mod listening;
 mod model;
+pub mod near;
 mod open;
 #[cfg(test)]
 mod peer_tests;

@@ -25,7 +25,7 @@ use farside_lender_protocol::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
-    refusals::{failed, internal, limit, refused, unsupported},
+    refusals::{failed, internal, limit, no_medium, refused, unsupported},
     source::{
         Available, DRAIN_TIMEOUT, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report,
     },
@@ -323,8 +323,7 @@ fn local(transport: Transport) -> Result<(), RemoteError> {
             "a software model cannot be borrowed through an NTB: its DMA is the lender's own \
              copying; borrow it on the lender's machine, or an NVMe model over the network",
         )),
-        // A medium is served without a fabric.
-        Transport::Network => Ok(()),
+        Transport::Network => Err(no_medium()),
     }
 }
 

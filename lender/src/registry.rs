@@ -84,6 +84,7 @@ pub(crate) struct Lease {
 pub(crate) const MAX_REQUESTS: usize = 64;
 
 /// The request queue of a device thread.
+#[derive(Debug)]
 pub(crate) struct RequestQueue {
     sender: mpsc::SyncSender<DeviceRequest>,
     wake: Wakeup,

@@ -10,5 +10,6 @@ pub mod status;
 
 pub use devices::{DeviceList, ListedDevice};
 pub use status::{
-    BackendReport, BarAddress, BorrowState, DeviceReport, LenderReport, Status, StatusError,
+    BackendReport, BarAddress, BorrowState, Connection, ConnectionState, DeviceReport,
+    LenderReport, Status, StatusError,
 };

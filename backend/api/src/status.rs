@@ -86,6 +86,60 @@ pub struct DeviceReport {
     pub last_error: Option<String>,
     /// Time limit of a bus-master enable, in milliseconds.
     pub open_timeout_ms: u64,
+    /// The connection to the medium, of a device that is borrowed over the network.
+    #[serde(default)]
+    pub connection: Option<Connection>,
+    /// The status of the controller of such a device, which is in the backend.
+    #[serde(default)]
+    pub controller: Option<DeviceStatus>,
+}
+
+/// The connection to a medium in another host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Connection {
+    /// Whether I/O goes on.
+    pub state: ConnectionState,
+    /// Seconds in this state.
+    pub seconds: u64,
+    /// Failed attempts to connect since the device was borrowed.
+    pub retries: u64,
+    /// The last failure.
+    pub last_error: Option<String>,
+}
+
+/// The state of a [`Connection`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ConnectionState {
+    /// I/O goes to the lender.
+    Connected,
+    /// The connection was cut: I/O waits.
+    Waiting,
+    /// The time for that is over: I/O fails, and the guest is asked to release the device.
+    GivenUp,
+}
+
+impl fmt::Display for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            state,
+            seconds,
+            retries,
+            last_error,
+        } = self;
+        match state {
+            ConnectionState::Connected => write!(f, "connected for {seconds} s")?,
+            ConnectionState::Waiting => write!(f, "lost: I/O waits for {seconds} s")?,
+            ConnectionState::GivenUp => write!(f, "given up {seconds} s ago: I/O fails")?,
+        }
+        if *retries > 0 {
+            write!(f, ", {retries} retries")?;
+        }
+        match last_error {
+            Some(error) => write!(f, " (last: {error})"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// The state of a borrow.
@@ -208,6 +262,8 @@ impl DeviceReport {
             interrupts: VectorsStatus::default(),
             last_error: None,
             open_timeout_ms: 0,
+            connection: None,
+            controller: None,
         }
     }
 

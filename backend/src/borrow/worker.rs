@@ -16,11 +16,11 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
-use farside_fabric::pin::PinPolicy;
+use farside_fabric::{SharedQuota, pin::PinPolicy};
 use farside_guest_layout::ProbeError;
 use farside_irq_relay::SetIrqs;
 use farside_lender_protocol::{
-    Address, CallError, Channel, Described, Dialer, ErrorKind, Generation, Transport,
+    Address, CallError, Channel, Described, Dialer, ErrorKind, Generation, HeldFence, Transport,
 };
 use farside_ntb::Adapter;
 
@@ -28,10 +28,15 @@ use super::{
     State, Step,
     bars::BarFile,
     error::PathError,
+    network::NetworkState,
     path::OpenReport,
     vm_memory::{PeerWindows, VmMemory},
 };
-use crate::{ReleaseHook, dma_table::Blocked, helper::Helper};
+use crate::{
+    ReleaseHook,
+    dma_table::Blocked,
+    helper::{Helper, held_fence},
+};
 use work::Borrower;
 
 /// The constant settings of a backend's device.
@@ -61,6 +66,12 @@ pub(crate) struct Settings {
     pub(crate) message_timeout: Duration,
     /// Asks the guest to release the device.
     pub(crate) release: Option<ReleaseHook>,
+    /// Time for which I/O waits for a lender that is out of reach.
+    pub(crate) lost_after: Duration,
+    /// The connection of a device that is borrowed over the network.
+    pub(crate) network: NetworkState,
+    /// What the controllers in this process may map.
+    pub(crate) quota: SharedQuota,
 }
 
 impl Settings {
@@ -69,6 +80,25 @@ impl Settings {
     /// `open_timeout` if that is longer.
     pub(crate) fn open_limit(&self) -> Duration {
         self.open_timeout.max(self.message_timeout * 4 / 5)
+    }
+
+    /// This VM's fence for the device, if it was handed over. Read each time: the VM may migrate
+    /// repeatedly while its backend runs.
+    pub(super) fn fence(&self) -> Result<Option<HeldFence>, WorkError> {
+        let Self {
+            device,
+            fences,
+            helper,
+            ..
+        } = self;
+        let held = match helper {
+            Some(helper) => helper.fence(device),
+            None => held_fence(fences.as_deref(), device),
+        };
+        held.map_err(|source| WorkError::Fences {
+            device: device.clone(),
+            source,
+        })
     }
 }
 
@@ -142,6 +172,8 @@ pub(crate) enum WorkError {
         device: DeviceId,
         source: std::io::Error,
     },
+    #[error("cannot start the controller of the device")]
+    System(#[source] std::io::Error),
     #[error("the thread that does the borrow's work has panicked")]
     Panicked,
 }

@@ -138,6 +138,7 @@ impl Host {
             pin_policy: PinPolicy::Prefer,
             open_timeout: Duration::from_millis(4500),
             message_timeout: Duration::from_secs(5),
+            lost_after: Duration::from_secs(300),
             socket_group: None,
             release: None,
             helper: None,

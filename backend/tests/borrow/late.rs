@@ -193,6 +193,7 @@ fn twenty_guests_at_once_lose_no_device() {
         let served = Served::start(farside_backend::Config {
             open_timeout: Duration::from_millis(500),
             message_timeout: Duration::ZERO,
+            lost_after: Duration::from_secs(300),
             ..host.config(&format!("vm{n}"), &[&device])
         });
         let mut vmm = served.client(&device);

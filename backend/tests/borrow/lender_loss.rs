@@ -275,6 +275,7 @@ pub fn muted_within(
         pin_policy: farside_fabric::pin::PinPolicy::Prefer,
         open_timeout,
         message_timeout,
+        lost_after: Duration::from_secs(300),
         socket_group: None,
         release: None,
         helper: None,

@@ -144,6 +144,7 @@ fn a_bus_master_enable_that_takes_too_long_is_refused() {
     let served = Served::start(farside_backend::Config {
         open_timeout: Duration::ZERO,
         message_timeout: Duration::ZERO,
+        lost_after: Duration::from_secs(300),
         ..host.config("a", &[DMA])
     });
     let mut vmm = served.client(DMA);

@@ -7,7 +7,7 @@ use std::{
     str::FromStr,
 };
 
-use crate::Transport;
+use crate::{BarOwner, Transport};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 
 /// Prefix of a TCP address without TLS.
@@ -50,6 +50,18 @@ pub enum Address {
     },
 }
 
+impl Transport {
+    /// How a device of the lender at `address` reaches a VM of this host. `bars` tells a model from
+    /// hardware.
+    pub fn between(address: &Address, bars: BarOwner) -> Self {
+        match (address.is_tcp(), bars) {
+            (false, _) => Self::SharedMemory,
+            (true, BarOwner::Borrower) => Self::Network,
+            (true, BarOwner::Lender) => Self::Ntb,
+        }
+    }
+}
+
 /// An invalid address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -64,14 +76,6 @@ impl Address {
     /// Whether it is a TCP port, with TLS or without: TCP cannot carry descriptors.
     pub fn is_tcp(&self) -> bool {
         matches!(self, Self::Tcp { .. } | Self::Tls { .. })
-    }
-
-    /// The DMA path from this lender's devices to the memory of a VM on this host.
-    pub fn transport(&self) -> Transport {
-        match self.is_tcp() {
-            true => Transport::Ntb,
-            false => Transport::SharedMemory,
-        }
     }
 
     /// The path of a UNIX socket.

@@ -1,5 +1,6 @@
 //! The backend's end: one request, one reply, with a deadline.
 
+mod medium;
 mod operate;
 
 use std::{
@@ -340,7 +341,12 @@ impl Client {
             transport,
             fence: self.fence,
         };
-        match self.call(request, bar_memory)? {
+        let (reply, fds) = self.call(request, bar_memory)?;
+        self.take_lease(reply, fds)
+    }
+
+    fn take_lease(&mut self, reply: Reply, fds: Vec<OwnedFd>) -> Result<Lease, CallError> {
+        match (reply, fds) {
             (
                 Reply::Lease {
                     generation,

@@ -11,7 +11,7 @@ use super::{DeviceRequest, Grant, Held, Records, Registry, Slot, unknown};
 use crate::{
     chains::{self, Chain, Kept},
     fences::FenceBook,
-    refusals::{internal, unsupported},
+    refusals::{internal, no_medium},
 };
 
 /// Longest time for which a device is kept, unless the configuration sets another.
@@ -96,9 +96,7 @@ impl Registry {
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
-        let medium = slot.medium.ok_or_else(|| {
-            unsupported("this device has no medium to lend over the network: borrow it on the lender's machine; a physical function needs an NTB between the hosts, or lend its block device (`--nvme ID=/dev/nvme0n1`)")
-        })?;
+        let medium = slot.medium.ok_or_else(no_medium)?;
         // First: what does not go on is given up, rather than asked for again.
         if let Some(secret) = going.resumes {
             Chain::check(fences.chain(id), vm, secret, medium)

@@ -30,6 +30,7 @@ use super::messages::{Model, Order, Served, ServedMedium, Start};
 use crate::{
     config,
     model::{check_model, not_flushed},
+    refusals::no_medium,
     registry::Lease,
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
@@ -355,7 +356,12 @@ impl Available for WorkerDevice {
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
         match &self.device {
-            Kind::Model(model) => check_model(&model.adapter, transport, ram),
+            Kind::Model(model) => match (transport, &model.image) {
+                // No adapter is on the way.
+                (Transport::Network, Some(_)) => Ok(()),
+                (Transport::Network, None) => Err(no_medium()),
+                _ => check_model(&model.adapter, transport, ram),
+            },
             Kind::Function(function) => function.check(vm, transport, ram),
         }
     }

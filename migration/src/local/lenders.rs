@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use farside_daemon::{DeviceId, VmName, paths};
 use farside_lender_protocol::{
-    Address, CallError, Client, FindError, Generation, HeldFence, Secret, find_device,
+    Address, CallError, Client, FindError, Generation, HeldFence, Secret, Transport, find_device,
 };
 use farside_vm_config::{VmConfig, places, ram_ranges};
 
@@ -41,7 +41,9 @@ impl Lenders for LocalHost {
         }
         let ram = ram_ranges(config.machine.unwrap_or_default(), config.memory());
         let mut client = Client::connect_by(&device.lender, None, &config.pki(), None)?;
-        Ok(client.check(&device.id, device.lender.transport(), ram)?)
+        let bars = client.describe(&device.id)?.bars;
+        let transport = Transport::between(&device.lender, bars);
+        Ok(client.check(&device.id, transport, ram)?)
     }
 
     fn hand_over(

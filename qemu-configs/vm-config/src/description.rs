@@ -44,6 +44,9 @@ pub struct VmConfig {
     pub pin: Option<PinPolicy>,
     /// Time after which a device that is not DMA-ready is reported as late, seconds.
     pub open_timeout: Option<u64>,
+    /// Time for which a device that is borrowed over the network waits for its lender when the
+    /// connection is cut, seconds; then the guest is asked to release it.
+    pub lost_after: Option<u64>,
     /// Group whose members may connect to the devices' sockets: QEMU's, if it runs as another user.
     pub socket_group: Option<String>,
     /// Guest RAM, bytes; in the file also `"4 GiB"`.

@@ -57,6 +57,7 @@ pub fn run(name: &str, input: &[u8]) {
 #[allow(dead_code, reason = "the lender uses the rest")]
 mod lender {
     pub(crate) mod access;
+    pub(crate) mod chains;
     pub(crate) mod fences;
     pub(crate) mod refusals;
     pub(crate) mod registry;
@@ -64,7 +65,7 @@ mod lender {
     pub(crate) mod source;
     pub(crate) mod tokens;
 }
-use lender::{access, fences, refusals, registry, requests, source, tokens};
+use lender::{access, chains, fences, refusals, registry, requests, source, tokens};
 
 /// A lender, a backend and a client, from the backend's tests.
 #[path = "../../../backend/tests/borrow"]

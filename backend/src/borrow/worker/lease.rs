@@ -5,6 +5,7 @@ use farside_ntb::BarWindow;
 
 use crate::borrow::{
     State,
+    network::Remote,
     path::{OpenPath, OpenReport},
 };
 
@@ -23,6 +24,8 @@ pub(super) enum Borrow {
 /// A lease: the connection to the lender, and the resources that end with it.
 pub(super) struct Lease {
     pub(super) client: Client,
+    /// The controller, if the medium is borrowed over the network. After the connection.
+    pub(super) _remote: Option<Remote>,
     /// The NTB window onto the device's BARs, if the device is on a peer host.
     pub(super) bar_window: Option<BarWindow>,
     /// The size of the lender's LUT entries, once a window has shown it.

@@ -15,7 +15,7 @@ use farside_fabric::pin::{self, PinOptions};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
 use farside_lender_protocol::{
-    BarOwner, CallError, Client, Described, DeviceEntry, HeldFence, IrqUpdate, RamRange,
+    BarOwner, CallError, Client, Described, DeviceEntry, IrqUpdate, RamRange, Transport,
 };
 
 use super::{
@@ -28,12 +28,12 @@ use crate::{
         Setup, State, Step,
         bars::LeasedBars,
         error::PathError,
+        network,
         page_pins::PagePins,
         path::{OpenPath, window_iova},
         peer_mapper::PeerMapper,
     },
     dma_table::{DmaTable, Mapping},
-    helper::held_fence,
 };
 
 /// Time limit for the lender's answers in a job that pins nothing: longer than the lender's DMA
@@ -309,7 +309,7 @@ impl Borrower {
         if client.describe(device)? != self.described {
             return Err(WorkError::Changed(device.clone()));
         }
-        let held = self.fence()?;
+        let held = self.settings.fence()?;
         let entry = self.when_left(&mut client)?;
         if let Some(fence) = entry.fence(vm) {
             fence.check_held(device, held).map_err(CallError::from)?;
@@ -340,25 +340,6 @@ impl Borrower {
         }
     }
 
-    /// This VM's fence for the device, if it was handed over. Read each time: the VM may migrate
-    /// repeatedly while its backend runs.
-    fn fence(&self) -> Result<Option<HeldFence>, WorkError> {
-        let Settings {
-            device,
-            fences,
-            helper,
-            ..
-        } = &self.settings;
-        let held = match helper {
-            Some(helper) => helper.fence(device),
-            None => held_fence(fences.as_deref(), device),
-        };
-        held.map_err(|source| WorkError::Fences {
-            device: device.clone(),
-            source,
-        })
-    }
-
     fn borrow_device(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
         let Settings {
             vm,
@@ -380,10 +361,27 @@ impl Borrower {
             self.when_left(&mut client)?;
             self.borrow_unanswered = false;
         }
-        client.set_fence(self.fence()?);
-        let files: Vec<_> = setup.bar_files.iter().map(|file| file.as_fd()).collect();
-        let granted = client.borrow_device(device, self.settings.transport, &files)?;
-        let generation = client.generation();
+        client.set_fence(self.settings.fence()?);
+        let (client, generation, granted, remote) = match self.settings.transport {
+            Transport::Network => {
+                let files = setup.bar_files.iter().map(|file| file.try_clone());
+                let files = files.collect::<Result<_, _>>().map_err(WorkError::System)?;
+                let leased = network::borrow(&self.settings, &self.described, client, files)?;
+                let network::Leased {
+                    client,
+                    lease,
+                    generation,
+                    remote,
+                } = leased;
+                (client, generation, lease, Some(remote))
+            }
+            transport => {
+                let files: Vec<_> = setup.bar_files.iter().map(|file| file.as_fd()).collect();
+                let granted = client.borrow_device(device, transport, &files)?;
+                let generation = client.generation();
+                (client, generation, granted, None)
+            }
+        };
         self.log(
             "borrowed",
             &format!(
@@ -393,6 +391,7 @@ impl Borrower {
         );
         self.borrow = Borrow::Leased(Lease {
             client,
+            _remote: remote,
             bar_window: None,
             page_window: None,
         });

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     input::Input,
-    registry::{DeviceRequest, Lease},
+    registry::{DeviceRequest, Lease, Release},
     source::Report,
 };
 
@@ -136,6 +136,8 @@ impl World {
                 assert!(generation <= device.last, "overtook the lease that it ends");
                 device.revoked = Some(generation);
             }
+            // No lease of a medium is asked for.
+            Ok(DeviceRequest::Supersede { .. }) => unreachable!("no lease is to go on"),
             Ok(DeviceRequest::End(_)) => {
                 assert!(matches!(device.state, State::Quiet), "removed with a lease");
                 device.ended = true;
@@ -164,7 +166,8 @@ impl World {
                     device.state = State::Ending(lease, how);
                 }
                 State::Ending(lease, how) => {
-                    self.registry.release(&id, lease.generation, how);
+                    self.registry
+                        .release(&id, lease.generation, Release::Over(how));
                     let cause = Cause::Release(lease.generation, how);
                     self.cause = Some((at, cause));
                 }

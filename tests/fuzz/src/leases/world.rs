@@ -18,7 +18,7 @@ use super::{
 use crate::{
     fences::FenceBook,
     input::Input,
-    registry::{Lease, Registry, Viewer},
+    registry::{Lease, Registry, Release, Viewer},
     requests::{self, Answer, Borrow, Peer, Pending, viewer},
 };
 
@@ -291,6 +291,7 @@ impl World {
             vm,
             transport,
             fence,
+            going: _,
         } = borrow;
         let host = self.connections[at].host;
         let cause = Cause::Borrow {
@@ -308,6 +309,7 @@ impl World {
                     generation,
                     transport,
                     bar_memory: Vec::new(),
+                    chain: None,
                 };
                 grant.post(lease).expect("the device's thread has room");
                 return End::Gone;
@@ -471,7 +473,8 @@ impl World {
                     Ok(grant) => grant.generation(),
                     Err(error) => panic!("{vm} is locked out of {id}: {error}"),
                 };
-                self.registry.release(&id, generation, Revocation::Released);
+                self.registry
+                    .release(&id, generation, Release::Over(Revocation::Released));
             }
         }
     }

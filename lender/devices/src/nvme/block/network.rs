@@ -89,12 +89,22 @@ pub fn remote_medium(size: u64, first: Link) -> io::Result<(RemoteMedium, Medium
 }
 
 impl MediumKeeper {
-    /// Answers [`Notice::Lost`].
-    pub fn supply(&self, supply: Supply) {
-        // Fails if the engine has ended.
-        let _ = self.supply.send(supply);
-        // Cannot fail: the counter is far below its maximum.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    /// Answers [`Notice::Lost`]. Returns false if the engine has ended; a connection is then used to
+    /// return the device.
+    pub fn supply(&self, supply: Supply) -> bool {
+        match self.supply.send(supply) {
+            Ok(()) => {
+                // Cannot fail: the counter is far below its maximum.
+                let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+                true
+            }
+            Err(mpsc::SendError(supply)) => {
+                if let Supply::Link(mut link) = supply {
+                    return_device(&mut link);
+                }
+                false
+            }
+        }
     }
 }
 
@@ -466,12 +476,16 @@ impl Drop for Network {
         if let State::Connected(link) = &mut self.state
             && self.outstanding == 0
         {
-            link.post(Frame::Return, Memory::NONE);
-            // The device is kept for this VM for a while if the lender does not receive this.
-            let _ = link.flush();
-            link.shut_down();
+            return_device(link);
         }
     }
+}
+
+fn return_device(link: &mut Link) {
+    link.post(Frame::Return, Memory::NONE);
+    // The device is kept for this VM for a while if the lender does not receive this.
+    let _ = link.flush();
+    link.shut_down();
 }
 
 #[cfg(test)]
