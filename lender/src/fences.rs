@@ -239,7 +239,7 @@ impl FenceBook {
     ) -> Result<(), RemoteError> {
         if self.file.is_none() {
             return Err(invalid(
-                "this lender has nowhere to remember a handover: name a file with `state` in lender.toml, or --state".into(),
+                "this lender has nowhere to remember a handover: name a file with `state` in lender.toml".into(),
             ));
         }
         let fence = Fence {

@@ -23,7 +23,7 @@ fn find() -> Result<PathBuf> {
 }
 
 /// `$FARSIDE_SCRIPTED_VMM`, else cargo's build.
-pub(crate) fn scripted_vmm() -> Result<PathBuf> {
+pub fn scripted_vmm() -> Result<PathBuf> {
     given_or_built("FARSIDE_SCRIPTED_VMM", "farside-scripted-vmm")
 }
 

@@ -27,7 +27,7 @@ mod status;
 mod told;
 pub mod two_hosts;
 
-pub use binary::farside as farside_program;
+pub use binary::{farside as farside_program, scripted_vmm as scripted_vmm_program};
 pub use cluster::{Cluster, Ended, Serve};
 pub use daemon::Daemon;
 pub use dma_tester::{Answer, DmaTester};

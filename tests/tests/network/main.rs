@@ -1,0 +1,51 @@
+//! A device crosses between two hosts over a network that is cut, with the scripted VMM in QEMU's place.
+//!
+//! Each host has its own network, IPC and mount namespace, and a file system of its own in memory, where all of its
+//! files are. The hosts share the wire, and the programs.
+
+mod cuts;
+mod stage;
+
+use std::cell::RefCell;
+
+use farside_tests::{Weight, told, trial, two_hosts::unable};
+use libtest_mimic::{Arguments, Completion};
+
+use stage::Stage;
+
+type Test = fn(&mut Stage) -> anyhow::Result<()>;
+
+/// Test functions; trials have their names.
+macro_rules! tests {
+    ($($module:ident :: $name:ident),* $(,)?) => {
+        [$((concat!(stringify!($module), "::", stringify!($name)), $module::$name as Test)),*]
+    };
+}
+
+fn main() {
+    farside_testbed::become_root();
+    env_logger::init();
+    let args = Arguments::from_args();
+    let trials = tests![
+        cuts::a_drive_crosses_with_one_round_trip_for_each_command,
+        cuts::a_drive_crosses_with_tls,
+        cuts::io_goes_on_after_a_silent_cut,
+        cuts::io_goes_on_when_worker_and_lender_are_killed,
+        cuts::a_drive_that_is_out_of_reach_for_too_long_is_given_up,
+        cuts::a_vm_does_not_go_on_with_another_image_of_the_same_size,
+        cuts::a_revoked_vm_does_not_go_on_when_the_network_is_back,
+        cuts::a_vm_does_not_go_on_after_another_has_written,
+    ]
+    .map(|(name, test)| {
+        trial(name, Weight::Guests, move || {
+            if let Some(reason) = unable() {
+                return Ok(Completion::ignored_with(reason));
+            }
+            let stage = Stage::new().map_err(|error| format!("{error:#}"))?;
+            let stage = RefCell::new(stage);
+            let tested = told(|| test(&mut stage.borrow_mut()), || stage.borrow().story());
+            tested.map(|()| Completion::Completed)
+        })
+    });
+    libtest_mimic::run(&args, trials.into()).exit();
+}
