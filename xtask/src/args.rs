@@ -111,6 +111,8 @@ pub(crate) enum Only {
     SameHost,
     /// Lender and borrower on two hosts.
     TwoHosts,
+    /// Lender and borrower on two hosts that a network alone connects.
+    Network,
     /// Two virtual functions of one device for two guests.
     Vfs,
 }

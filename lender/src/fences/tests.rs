@@ -89,7 +89,7 @@ fn fences_outlive_the_lender_and_a_broken_file_stops_it() {
     let text = std::fs::read_to_string(&file).unwrap();
     for bad in [
         &text[..text.len() - 3],
-        &text.replace("\"version\": 2", "\"version\": 3"),
+        &text.replace("\"version\": 3", "\"version\": 4"),
     ] {
         std::fs::write(&file, bad).unwrap();
         let error = FenceBook::load(Some(file.clone())).unwrap_err();
@@ -103,7 +103,7 @@ fn a_lender_without_a_file_hands_nothing_over() {
     let error = book
         .hand_over(&claim(&A, "m1", None, 5), Generation(5))
         .unwrap_err();
-    assert!(error.message.contains("--state"), "{error}");
+    assert!(error.message.contains("`state` in lender.toml"), "{error}");
     assert!(book.kept(&DISK0).is_empty());
 }
 

@@ -125,6 +125,7 @@ impl Registry {
         };
         let secret = chain.secret;
         fences.set_chain(id, Some(chain))?;
+        slot.kept = None;
         slot.generation = slot.next(id)?;
         fences.borrowed(id, vm);
         slot.lease = Some(Held {
@@ -146,3 +147,6 @@ impl Registry {
         end_chain(&mut self.lock().fences, id);
     }
 }
+
+#[cfg(test)]
+mod tests;

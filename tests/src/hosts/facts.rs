@@ -47,6 +47,33 @@ pub struct Facts {
     pub wall_s: f64,
 }
 
+/// Facts about an image that was lent over the network.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct NetworkFacts {
+    /// Whether the guest read back what it had written, and the image in the lending host contains it.
+    pub checksum_ok: bool,
+    /// Bytes of guest RAM pinned before the guest first set bus-master enable.
+    pub bytes_pinned_before_bme: u64,
+    /// Guest RAM as reported by the guest's QEMU.
+    pub guest_ram_bytes: u64,
+    /// Guest RAM that the device could reach while the guest used it.
+    pub bytes_pinned_after_bme: u64,
+    /// DMA outside of guest RAM that the borrower refused and counted.
+    pub rogue_dma_refused: u64,
+    /// Bytes of guest RAM changed by it.
+    pub rogue_bytes_written: u64,
+    /// Reads at the lender for each read of the guest.
+    pub round_trips_per_read: f64,
+    /// Writes at the lender for each write of the guest.
+    pub round_trips_per_write: f64,
+    /// From the start of the nested QEMU until its guest agent answers, seconds.
+    pub nested_boot_s: f64,
+    /// Duration of writing and reading 2 MiB in the guest, seconds.
+    pub nested_io_s: f64,
+    /// Total duration, seconds.
+    pub wall_s: f64,
+}
+
 /// Facts about two virtual functions, each lent to a guest.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct VfFacts {
@@ -120,6 +147,37 @@ impl Facts {
             check(
                 "the guest got each of the device's interrupts",
                 self.msix_device > 0 && self.msix_device == self.msix_guest,
+            ),
+        ]
+    }
+}
+
+impl NetworkFacts {
+    /// The conditions to hold, and whether they do.
+    pub fn checks(&self) -> Vec<(String, bool)> {
+        let check = |what: &str, holds| (what.to_owned(), holds);
+        let ram = self.guest_ram_bytes;
+        vec![
+            check(
+                "the guest read what it wrote, and the lender's image has it",
+                self.checksum_ok,
+            ),
+            check(
+                "nothing was pinned before bus-master enable",
+                self.bytes_pinned_before_bme == 0,
+            ),
+            check(
+                "then exactly guest RAM could be reached",
+                ram > 0 && self.bytes_pinned_after_bme == ram,
+            ),
+            check(
+                "DMA outside of RAM was refused at the borrower, each time",
+                self.rogue_dma_refused >= super::ROGUES,
+            ),
+            check("it changed nothing", self.rogue_bytes_written == 0),
+            check(
+                "each command was one round trip",
+                self.round_trips_per_read == 1.0 && self.round_trips_per_write == 1.0,
             ),
         ]
     }

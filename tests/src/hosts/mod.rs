@@ -4,6 +4,7 @@
 //! - [`same_host`]: lender and borrower are one host;
 //! - [`two_hosts`]: each is a separate host, connected by an NTB and a network;
 //! - [`shared_windows`]: the same, with two devices of one guest;
+//! - [`network`]: each is a separate host, connected by a network alone, and the lender has an image;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
 //! - [`iommufd`]: one host whose kernel has VFIO's newer interface.
@@ -13,6 +14,7 @@
 mod facts;
 mod host;
 mod iommufd;
+mod network;
 mod play;
 mod programs;
 mod scripted;
@@ -20,7 +22,7 @@ mod sharing;
 mod stage;
 mod vfs;
 
-pub use facts::{Facts, SharingFacts, VfFacts};
+pub use facts::{Facts, NetworkFacts, SharingFacts, VfFacts};
 pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::{Programs, stripped};
 
@@ -52,6 +54,11 @@ pub fn same_host(set: &Set<'_>) -> Result<Facts> {
 /// Lender on one host, backend and guest on another.
 pub fn two_hosts(set: &Set<'_>) -> Result<Facts> {
     stage::two_hosts(set)
+}
+
+/// An image of one host, lent to a guest of another over the network.
+pub fn network(set: &Set<'_>) -> Result<NetworkFacts> {
+    network::network(set)
 }
 
 /// Two devices of one VM, lent across an NTB.

@@ -33,11 +33,11 @@ const NTB_WINDOW: usize = 2;
 pub(super) const GUEST_RAM: u64 = 256 * MIB;
 /// Bytes that the guest writes and reads. Through an NTB, the emulated NVMe device of the lending
 /// host accesses them by eight bytes at a time, at some thirty microseconds each.
-const IO: u64 = 2 * MIB;
+pub(super) const IO: u64 = 2 * MIB;
 /// Timeout of transfers of megabytes in an emulated nested guest.
-const LONG: Duration = Duration::from_secs(600);
+pub(super) const LONG: Duration = Duration::from_secs(600);
 /// Bus-master enable in the command register.
-const BME: u64 = 1 << 2;
+pub(super) const BME: u64 = 1 << 2;
 
 /// The hosts of a scene.
 pub(super) struct Stage<'a> {
@@ -158,7 +158,7 @@ pub(super) fn guest_uses_drive(stage: &Stage<'_>, set: &Set<'_>, facts: &mut Fac
 }
 
 /// Address of the guest's only NVMe controller.
-fn find_drive(guest: &Guest) -> Result<String> {
+pub(super) fn find_drive(guest: &Guest) -> Result<String> {
     let found = guest.exec_ok(
         "for device in /sys/bus/pci/devices/*; do
             [ $(cat $device/class) != 0x010802 ] || basename $device
@@ -198,12 +198,12 @@ fn guest_interrupts(guest: &Guest) -> Result<u64> {
 }
 
 /// Checksums of the data that the guest wrote, and of the data that it read back.
-struct Sums {
-    written: String,
-    back: String,
+pub(super) struct Sums {
+    pub(super) written: String,
+    pub(super) back: String,
 }
 
-fn write_and_read(guest: &Guest) -> Result<Sums> {
+pub(super) fn write_and_read(guest: &Guest) -> Result<Sums> {
     let script = format!(
         "set -e
         dd if=/dev/urandom of=/tmp/noise bs=1M count={count} 2>/dev/null

@@ -116,28 +116,14 @@ pub(super) fn across_ntb(
             "addr": NTB.rsplit(':').next(),
             "x-msg-timeout": 120_000,
         });
-        let network = at("network.sock");
-        set.testbed.host_vm(name).args([
-            "-device".to_owned(),
-            endpoint.to_string(),
-            "-netdev".to_owned(),
-            format!("stream,id=net,server={server},addr.type=unix,addr.path={network}"),
-            "-device".to_owned(),
-            format!("virtio-net-pci,netdev=net,romfile=,mac=52:54:00:00:00:{mac:02x}"),
-        ])
+        set.testbed
+            .host_vm(name)
+            .args(["-device".to_owned(), endpoint.to_string()])
+            .args(network_card(set, server, mac))
     };
     let b = Host::launch(host("b", "on", 2).args(drives), set.programs)?;
     let a = Host::launch(host("a", "off", 1), set.programs)?;
-    for (host, address) in [(&a, "10.0.0.1"), (&b, "10.0.0.2")] {
-        let up = format!(
-            "set -e; modprobe virtio_net; ip addr add {address}/24 dev eth0
-            ip link set lo up; ip link set eth0 up"
-        );
-        host.exec_ok(&up, SHORT)?;
-    }
-    a.exec_ok("ping -c 1 -W 30 10.0.0.2", SHORT)
-        .context("the hosts' network")?;
-
+    join(&a, &b)?;
     certify(&a, &b)?;
     let played = scene(&a, &b);
     played.map_err(|error: anyhow::Error| error.context(format!("{}{}", a.story(), b.story())))?;
@@ -149,8 +135,36 @@ pub(super) fn across_ntb(
     Ok(())
 }
 
+/// Sets the network of `a` and `b` up.
+pub(super) fn join(a: &Host, b: &Host) -> Result<()> {
+    for (host, address) in [(a, "10.0.0.1"), (b, "10.0.0.2")] {
+        let up = format!(
+            "set -e; modprobe virtio_net; ip addr add {address}/24 dev eth0
+            ip link set lo up; ip link set eth0 up"
+        );
+        host.exec_ok(&up, SHORT)?;
+    }
+    a.exec_ok("ping -c 1 -W 30 10.0.0.2", SHORT)
+        .context("the hosts' network")?;
+    Ok(())
+}
+
+/// QEMU's options for the network between two hosts: its `server` starts first.
+pub(super) fn network_card(set: &Set<'_>, server: &str, mac: u8) -> [String; 4] {
+    let path = set.cluster.directory().join("network.sock");
+    [
+        "-netdev".to_owned(),
+        format!(
+            "stream,id=net,server={server},addr.type=unix,addr.path={}",
+            path.display()
+        ),
+        "-device".to_owned(),
+        format!("virtio-net-pci,netdev=net,romfile=,mac=52:54:00:00:00:{mac:02x}"),
+    ]
+}
+
 /// Gives the borrower `a` and the lender `b` certificates of one CA.
-fn certify(a: &Host, b: &Host) -> Result<()> {
+pub(super) fn certify(a: &Host, b: &Host) -> Result<()> {
     const PKI: &str = "/etc/farside/pki";
     let issue = format!(
         "set -e; farside pki init; farside pki issue b --address 10.0.0.2 --output {PKI}

@@ -17,7 +17,7 @@ fn main() {
     let mut args = Arguments::from_args();
     // Each runs two or three VMs, some of them nested, and uses the whole machine.
     args.test_threads.get_or_insert(1);
-    let tests: [(&str, Test); 4] = [
+    let tests: [(&str, Test); 5] = [
         (
             "a_guest_uses_a_physical_drive_of_its_own_host",
             a_guest_uses_a_physical_drive_of_its_own_host,
@@ -25,6 +25,10 @@ fn main() {
         (
             "a_guest_uses_a_physical_drive_of_another_host_through_an_ntb",
             a_guest_uses_a_physical_drive_of_another_host_through_an_ntb,
+        ),
+        (
+            "a_guest_uses_an_image_of_another_host_over_the_network",
+            a_guest_uses_an_image_of_another_host_over_the_network,
         ),
         (
             "two_devices_of_a_guest_share_windows_through_an_ntb",
@@ -65,6 +69,11 @@ fn a_guest_uses_a_physical_drive_of_another_host_through_an_ntb(
     set: &Set<'_>,
 ) -> anyhow::Result<()> {
     let facts = hosts::two_hosts(set)?;
+    judge(facts.checks(), &facts)
+}
+
+fn a_guest_uses_an_image_of_another_host_over_the_network(set: &Set<'_>) -> anyhow::Result<()> {
+    let facts = hosts::network(set)?;
     judge(facts.checks(), &facts)
 }
 

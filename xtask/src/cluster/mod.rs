@@ -35,6 +35,9 @@ pub(crate) fn run(args: &Cluster) -> Result<ExitCode> {
     if wanted(Only::TwoHosts) {
         report.two_hosts = Some(scene(&testbed, &programs, "Two hosts", hosts::two_hosts)?);
     }
+    if wanted(Only::Network) {
+        report.network = Some(scene(&testbed, &programs, "Network", hosts::network)?);
+    }
     if wanted(Only::Vfs) {
         let name = "Virtual functions";
         report.vfs = Some(scene(&testbed, &programs, name, hosts::virtual_functions)?);

@@ -1,7 +1,7 @@
 //! The report on the facts: as text, and as JSON.
 
 use console::style;
-use farside_tests::hosts::{Facts, VfFacts};
+use farside_tests::hosts::{Facts, NetworkFacts, VfFacts};
 use serde::Serialize;
 
 use crate::text::{bytes, micros};
@@ -11,6 +11,7 @@ use crate::text::{bytes, micros};
 pub(super) struct Report {
     pub(super) same_host: Option<Facts>,
     pub(super) two_hosts: Option<Facts>,
+    pub(super) network: Option<NetworkFacts>,
     pub(super) vfs: Option<VfFacts>,
 }
 
@@ -39,6 +40,11 @@ impl Report {
                 check(format!("{name}: {what}"), holds);
             }
         }
+        if let Some(network) = &self.network {
+            for (what, holds) in network.checks() {
+                check(format!("network: {what}"), holds);
+            }
+        }
         if let Some(vfs) = &self.vfs {
             for (what, holds) in vfs.checks() {
                 check(format!("virtual functions: {what}"), holds);
@@ -53,6 +59,12 @@ impl Report {
         for (name, facts) in self.scenes() {
             text += &format!("\n{}\n", style(name).bold());
             for (what, value) in rows(facts) {
+                text += &format!("  {what:<34} {value}\n");
+            }
+        }
+        if let Some(network) = &self.network {
+            text += &format!("\n{}\n", style("network").bold());
+            for (what, value) in network_rows(network) {
                 text += &format!("  {what:<34} {value}\n");
             }
         }
@@ -78,6 +90,7 @@ impl Report {
             format: Document::FORMAT,
             same_host: self.same_host.as_ref(),
             two_hosts: self.two_hosts.as_ref(),
+            network: self.network.as_ref(),
             vfs_lent: self.vfs.as_ref().map(|vfs| vfs.vfs_lent),
             vfs: self.vfs.as_ref(),
         }
@@ -91,6 +104,7 @@ pub(super) struct Document<'a> {
     format: u32,
     same_host: Option<&'a Facts>,
     two_hosts: Option<&'a Facts>,
+    network: Option<&'a NetworkFacts>,
     vfs_lent: Option<u64>,
     vfs: Option<&'a VfFacts>,
 }
@@ -99,6 +113,36 @@ impl Document<'_> {
     /// The format number. It is incremented when a key is removed or changes its type or
     /// meaning; new keys do not change it.
     const FORMAT: u32 = 1;
+}
+
+fn network_rows(facts: &NetworkFacts) -> Vec<(&'static str, String)> {
+    vec![
+        ("guest RAM", bytes(facts.guest_ram_bytes)),
+        ("pinned before BME", bytes(facts.bytes_pinned_before_bme)),
+        ("pinned after BME", bytes(facts.bytes_pinned_after_bme)),
+        (
+            "DMA outside of RAM",
+            format!(
+                "{} refused by the borrower, {} changed",
+                facts.rogue_dma_refused,
+                bytes(facts.rogue_bytes_written)
+            ),
+        ),
+        (
+            "round trips",
+            format!(
+                "{} per read, {} per write",
+                facts.round_trips_per_read, facts.round_trips_per_write
+            ),
+        ),
+        (
+            "took",
+            format!(
+                "{:.1} s, of it {:.1} s for the guest's boot, {:.1} s for its I/O",
+                facts.wall_s, facts.nested_boot_s, facts.nested_io_s
+            ),
+        ),
+    ]
 }
 
 fn rows(facts: &Facts) -> Vec<(&'static str, String)> {
@@ -165,6 +209,7 @@ mod tests {
         let report = Report {
             same_host: Some(Facts::default()),
             two_hosts: Some(Facts::default()),
+            network: Some(NetworkFacts::default()),
             vfs: Some(VfFacts {
                 vfs_lent: 2,
                 bytes_mapped: vec![1, 1],

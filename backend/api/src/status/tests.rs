@@ -37,7 +37,14 @@ fn document() -> Value {
                     "failed": 0
                 },
                 "last_error": null,
-                "open_timeout_ms": 4000
+                "open_timeout_ms": 4000,
+                "connection": {
+                    "state": "waiting",
+                    "seconds": 3,
+                    "retries": 7,
+                    "last_error": "no route to host"
+                },
+                "controller": null
             }]
         }],
         "lenders": [{
@@ -53,7 +60,8 @@ fn document() -> Value {
                         {"vm": "web1", "epoch": 2, "migration": "m1", "reserved": false}
                     ],
                     "problem": null,
-                    "availability": "available"
+                    "availability": "available",
+                    "kept": null
                 },
                 "bus_master": true,
                 "usage": {

@@ -1,0 +1,312 @@
+use std::{path::Path, sync::mpsc};
+
+use farside_daemon::Wakeup;
+use farside_lender_protocol::{BarOwner, Described, Generation, Revocation};
+
+use super::*;
+use crate::{
+    access::Access,
+    fences::Claim,
+    registry::{MAX_REQUESTS, Release, RequestQueue},
+};
+
+const KEEP: Duration = Duration::from_secs(60);
+
+/// A lender of `disk0` with that medium, and what its device's thread is asked.
+struct Lender {
+    registry: Registry,
+    id: DeviceId,
+    requests: mpsc::Receiver<DeviceRequest>,
+}
+
+fn medium(inode: u64) -> ImageId {
+    ImageId::File {
+        device: (8, 1),
+        inode,
+        born: (5, 0),
+    }
+}
+
+fn vm(name: &str) -> VmName {
+    name.parse().unwrap()
+}
+
+fn no_description() -> Described {
+    let description = farside_pci::Description {
+        config: vec![0; 256],
+        bars: Default::default(),
+        intx: false,
+        msi_vectors: 0,
+        msix_vectors: 0,
+        summary: String::new(),
+    };
+    Described {
+        description,
+        bars: BarOwner::Borrower,
+    }
+}
+
+impl Lender {
+    fn start(file: &Path, medium: ImageId) -> Self {
+        let book = FenceBook::load(Some(file.to_owned())).unwrap();
+        let registry = Registry::new(book).keeping(KEEP);
+        let id: DeviceId = "disk0".parse().unwrap();
+        let (sender, requests) = mpsc::sync_channel(MAX_REQUESTS);
+        let queue = RequestQueue::new(sender, Wakeup::new().unwrap());
+        let access = Access::new(&id, 0, Vec::new());
+        let (described, first) = (no_description(), Generation(1));
+        let added = registry.add(&id, "model", described, queue, access, first);
+        added.unwrap();
+        registry.set_medium(&id, medium);
+        Self {
+            registry,
+            id,
+            requests,
+        }
+    }
+
+    fn borrow(
+        &self,
+        name: &str,
+        resumes: Option<Secret>,
+    ) -> Result<(Generation, Secret), RemoteError> {
+        let going = Going {
+            keep: Duration::from_secs(300),
+            resumes,
+        };
+        let granted = self.registry.grant_medium(&self.id, &vm(name), None, going);
+        granted.map(|(grant, chain)| (grant.generation(), chain))
+    }
+
+    /// As a VM of this host does.
+    fn borrow_here(&self, name: &str) -> Result<Generation, RemoteError> {
+        let granted = self.registry.grant(&self.id, &vm(name), None);
+        granted.map(|grant| grant.generation())
+    }
+
+    fn cut(&self, generation: Generation) {
+        self.registry.release(&self.id, generation, Release::Cut);
+    }
+
+    fn give_back(&self, generation: Generation) {
+        let over = Release::Over(Revocation::Released);
+        self.registry.release(&self.id, generation, over);
+    }
+
+    fn kept(&self) -> Option<String> {
+        let entry = self.registry.borrowers_entry(&self.id).unwrap();
+        entry.kept.map(|kept| kept.vm.to_string())
+    }
+
+    #[track_caller]
+    fn has_ended(&self, chain: Secret, why: &str) {
+        let error = self.borrow("a", Some(chain)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::ChainEnded, "{error}");
+        assert!(error.message.contains(why), "{error}");
+    }
+}
+
+fn file() -> (tempfile::TempDir, std::path::PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("lender.json");
+    (directory, file)
+}
+
+const SINCE: &str = "its lease has ended since";
+
+#[test]
+fn a_lease_goes_on_after_cuts_and_restarts() {
+    let (_directory, file) = file();
+    let mut lender = Lender::start(&file, medium(7));
+    let (first, chain) = lender.borrow("a", None).unwrap();
+    lender.cut(first);
+    for restart in [false, true, true] {
+        if restart {
+            lender = Lender::start(&file, medium(7));
+        }
+        assert_eq!(lender.kept().as_deref(), Some("a"));
+        let (next, same) = lender.borrow("a", Some(chain)).unwrap();
+        assert_eq!(same, chain);
+        assert_eq!(lender.kept(), None);
+        lender.cut(next);
+    }
+}
+
+#[test]
+fn a_kept_device_is_lent_to_nobody_else() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (lease, _) = lender.borrow("a", None).unwrap();
+    lender.cut(lease);
+    let error = lender.borrow("b", None).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Busy);
+    // `keep-at-most` is less than the VM has asked for.
+    assert!(
+        error
+            .message
+            .contains("kept for VM a, whose connection was cut 0 s ago, for another 60 s"),
+        "{error}"
+    );
+    assert_eq!(lender.borrow_here("b").unwrap_err().kind, ErrorKind::Busy);
+    // Nor by a secret of its own.
+    let guess = Secret::random().unwrap();
+    assert_eq!(
+        lender.borrow("b", Some(guess)).unwrap_err().kind,
+        ErrorKind::ChainEnded
+    );
+    assert_eq!(
+        lender.registry.remove(&lender.id).unwrap_err().kind,
+        ErrorKind::Busy
+    );
+}
+
+#[test]
+fn the_vm_itself_may_begin_anew_and_does_not_go_on_then() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    lender.cut(lease);
+    let (lease, other) = lender.borrow("a", None).unwrap();
+    assert_ne!(chain, other);
+    lender.cut(lease);
+    lender.has_ended(chain, SINCE);
+    let lease = lender.borrow_here("a").unwrap();
+    lender.give_back(lease);
+    lender.has_ended(other, SINCE);
+}
+
+#[test]
+fn what_changes_the_medium_or_the_right_ends_a_chain_for_good() {
+    type End = fn(&Lender, Generation);
+    let ends: [(&str, End); 6] = [
+        ("returned", |lender, lease| lender.give_back(lease)),
+        ("a failed flush", |lender, lease| {
+            lender.registry.end_chain(&lender.id);
+            lender.cut(lease);
+        }),
+        ("revoked while cut", |lender, lease| {
+            lender.cut(lease);
+            let none = Duration::ZERO;
+            let revoked = lender.registry.revoke(&lender.id, none, none).unwrap();
+            assert_eq!(revoked, Revocation::Ended);
+            lender.registry.set_available(&lender.id, true).unwrap();
+        }),
+        ("cut while revoked", |lender, lease| {
+            let none = Duration::ZERO;
+            lender.registry.revoke(&lender.id, none, none).unwrap();
+            lender.cut(lease);
+            lender.registry.set_available(&lender.id, true).unwrap();
+        }),
+        ("unavailable", |lender, lease| {
+            lender.cut(lease);
+            lender.registry.set_available(&lender.id, false).unwrap();
+            lender.registry.set_available(&lender.id, true).unwrap();
+        }),
+        ("handed over", |lender, lease| {
+            lender.cut(lease);
+            let claim = Claim {
+                device: &lender.id,
+                vm: &vm("a"),
+                migration: "m1",
+                supersedes: None,
+                secret: Secret::random().unwrap(),
+                operator: true,
+            };
+            let reply = mpsc::sync_channel(1).0;
+            lender.registry.hand_over(&claim, reply).unwrap();
+        }),
+    ];
+    for (what, end) in ends {
+        let (_directory, file) = file();
+        let lender = Lender::start(&file, medium(7));
+        let (lease, chain) = lender.borrow("a", None).unwrap();
+        end(&lender, lease);
+        assert_eq!(lender.kept(), None, "{what}");
+        lender.has_ended(chain, SINCE);
+        let lender = Lender::start(&file, medium(7));
+        assert_eq!(lender.kept(), None, "{what}");
+        lender.has_ended(chain, SINCE);
+    }
+}
+
+/// The file says so before another VM has the device: two restarts do not bring a chain back.
+#[test]
+fn another_vms_lease_ends_a_chain_before_it_begins() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    lender.cut(lease);
+    lender
+        .registry
+        .lock()
+        .slots
+        .get_mut(&lender.id)
+        .unwrap()
+        .kept = None;
+    lender.borrow("b", None).unwrap();
+    let lender = Lender::start(&file, medium(7));
+    assert_eq!(lender.kept().as_deref(), Some("b"));
+    lender.has_ended(chain, SINCE);
+    // A lease of this host has no chain.
+    lender
+        .registry
+        .lock()
+        .slots
+        .get_mut(&lender.id)
+        .unwrap()
+        .kept = None;
+    lender.borrow_here("c").unwrap();
+    let lender = Lender::start(&file, medium(7));
+    assert_eq!(lender.kept(), None);
+    lender.has_ended(chain, SINCE);
+}
+
+#[test]
+fn another_medium_or_system_ends_a_chain() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    lender.cut(lease);
+    let other = Lender::start(&file, medium(8));
+    assert_eq!(other.kept(), None);
+    other.has_ended(chain, "another medium");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let kept: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let boot = kept["chains"]["disk0"]["boot"].as_str().unwrap();
+    std::fs::write(&file, text.replace(boot, "another")).unwrap();
+    let restarted = Lender::start(&file, medium(7));
+    assert_eq!(restarted.kept(), None);
+    restarted.has_ended(chain, "host has restarted");
+}
+
+#[test]
+fn a_half_open_lease_is_ended_for_its_own_vm_alone() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    assert_eq!(lender.borrow("b", None).unwrap_err().kind, ErrorKind::Busy);
+    lender.has_ended(Secret::random().unwrap(), SINCE);
+    assert!(lender.requests.try_recv().is_err());
+    let error = lender.borrow("a", Some(chain)).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Busy);
+    assert!(error.message.contains("ask again"), "{error}");
+    let request = lender.requests.try_recv().unwrap();
+    assert!(matches!(request, DeviceRequest::Supersede { generation } if generation == lease));
+    lender.cut(lease);
+    lender.borrow("a", Some(chain)).unwrap();
+}
+
+#[test]
+fn a_lease_whose_chain_cannot_be_written_is_not_granted() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("lender.json");
+    let lender = Lender::start(&file, medium(7));
+    // A directory at the file's path.
+    std::fs::create_dir_all(file.join("x")).unwrap();
+    assert_eq!(
+        lender.borrow("a", None).unwrap_err().kind,
+        ErrorKind::Internal
+    );
+    let entry = lender.registry.borrowers_entry(&lender.id).unwrap();
+    assert_eq!(entry.borrowed_by, None);
+}
