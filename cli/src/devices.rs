@@ -79,7 +79,7 @@ fn print_table(listed: Vec<ListedDevice>) {
                     "VM {} (generation {}, {} s)",
                     by.vm, by.generation, by.seconds
                 )),
-                None => reserved,
+                None => device.kept.map(|kept| kept.to_string()).or(reserved),
             };
             let state = (device.availability != Availability::Available)
                 .then(|| device.availability.to_string());

@@ -204,6 +204,10 @@ fn borrowed(text: &mut String, device: &DeviceReport) -> fmt::Result {
     if let Some(connection) = &device.connection {
         writeln!(text, "    network: {connection}")?;
     }
+    if let Some(controller) = &device.controller {
+        limits(text, "    ", &controller.limits)?;
+        faults(text, controller)?;
+    }
     if let Some(error) = &device.last_error {
         writeln!(text, "    last error: {error}")?;
     }
@@ -220,7 +224,10 @@ fn lent(text: &mut String, device: &DeviceStatus) -> fmt::Result {
             "borrowed by VM {} (generation {}, {} s)",
             by.vm, by.generation, by.seconds
         )?,
-        None => write!(text, "free")?,
+        None => match &entry.kept {
+            Some(kept) => write!(text, "{kept}")?,
+            None => write!(text, "free")?,
+        },
     }
     match entry.availability {
         Availability::Available => writeln!(text)?,
@@ -248,6 +255,10 @@ fn lent(text: &mut String, device: &DeviceStatus) -> fmt::Result {
     let interrupts: u64 = device.interrupts.iter().map(|count| count.fired).sum();
     let vectors = device.interrupts.len();
     writeln!(text, "    {interrupts} interrupts on {vectors} vectors")?;
+    faults(text, device)
+}
+
+fn faults(text: &mut String, device: &DeviceStatus) -> fmt::Result {
     writeln!(text, "    {} DMA faults", device.faults.total)?;
     for record in &device.faults.recent {
         writeln!(text, "      #{}: {}", record.sequence, record.fault)?;

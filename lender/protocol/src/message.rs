@@ -493,6 +493,13 @@ pub struct KeptFor {
     pub left: u64,
 }
 
+impl std::fmt::Display for KeptFor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { vm, seconds, left } = self;
+        write!(f, "kept for VM {vm} (cut {seconds} s ago, {left} s left)")
+    }
+}
+
 impl KeptFor {
     /// The refusal for another VM that tries to borrow `device`.
     pub fn refusal(&self, device: &DeviceId) -> RemoteError {
