@@ -8,15 +8,15 @@ use std::{
     os::fd::OwnedFd,
     sync::{Arc, mpsc::sync_channel},
     thread::JoinHandle,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use farside_daemon::{DeviceId, RateLimit, VmName, Wakeup};
 use farside_devices::Device;
 use farside_fabric::{NtbLimits, SharedQuota, soft::Adapter};
 use farside_lender_protocol::{
-    Availability, BorrowedBy, Channel, DeviceEntry, DeviceStatus, Generation, RemoteError,
-    Transport,
+    Availability, BorrowedBy, Channel, DeviceEntry, DeviceStatus, Generation, MAX_REVOKE_LIMIT,
+    RemoteError, Transport,
 };
 
 use crate::{
@@ -58,11 +58,12 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Asks the guest, and ends the lease after `limit`.
+    /// Asks the guest to release the device, and ends the lease after `limit`, at most
+    /// [`MAX_REVOKE_LIMIT`].
     pub fn release(&self, limit: Duration) {
         let request = DeviceRequest::Revoke {
             generation: self.generation,
-            until: std::time::Instant::now() + limit,
+            until: Instant::now() + limit.min(MAX_REVOKE_LIMIT),
         };
         // Fails if the lease has ended.
         let _ = self.queue.post(request);

@@ -23,6 +23,8 @@ pub(super) struct MediumLease {
     pub(super) vm: VmName,
     pub(super) generation: Generation,
     pub(super) medium: LentMedium,
+    /// The last failure of the medium that the broker was told of.
+    pub(super) problem: Option<String>,
 }
 
 /// Why the lease has ended.
@@ -80,6 +82,7 @@ impl MediumLease {
         let mut revoked = None;
         loop {
             let turned = self.medium.turn(&mut || calls.tell(&Call::EndChain));
+            self.report_problem(calls);
             let ticked = match Instant::now() >= tick {
                 true => {
                     tick = Instant::now() + Link::TICK;
@@ -87,15 +90,15 @@ impl MediumLease {
                 }
                 false => Ok(()),
             };
-            match turned.and(ticked) {
-                Ok(()) => {}
+            let more = match ticked.and(turned) {
+                Ok(more) => more,
                 Err(Ended::Returned) => return Ok(End::Returned),
                 Err(Ended::Cut(error)) => return Ok(End::Cut(error)),
-            }
+            };
             if revoked.is_some_and(|until| Instant::now() >= until) {
                 return Ok(End::Revoked);
             }
-            if !self.medium.is_busy() {
+            if !more {
                 self.wait(orders, tick)?;
             }
             match orders.try_receive::<Order>() {
@@ -111,6 +114,15 @@ impl MediumLease {
                 }
                 Err(_) => return Ok(End::Stopped),
             }
+        }
+    }
+
+    /// Tells the broker of a failure of the medium, when it begins and when it ends.
+    fn report_problem(&mut self, calls: &Calls) {
+        let now = self.medium.problem();
+        if now != self.problem.as_deref() {
+            self.problem = now.map(str::to_owned);
+            calls.tell(&Call::Problem(self.problem.clone()));
         }
     }
 

@@ -109,7 +109,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
             next()?.into(),
             served.engine,
             (served.size, served.read_only),
-            link,
+            (id.as_str(), link),
         )?;
         confine::restrict_system_calls(confine::Kind::Model)?;
         let lease = MediumLease {
@@ -117,6 +117,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
             vm,
             generation,
             medium,
+            problem: None,
         };
         return Ok(lease.serve(&mut orders, &calls)?);
     }

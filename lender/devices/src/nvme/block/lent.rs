@@ -8,6 +8,7 @@ use std::{
     fs::File,
     io,
     os::fd::{AsFd, BorrowedFd},
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -16,7 +17,10 @@ use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_medium::{Condition, Frame, FrameError, Link, LinkError, MAX_DATA, Memory};
 
 use super::{BlockError, BlockQueue, Durability, EngineChoice, PUNCH_HOLE, Tag, ZERO_RANGE};
-use crate::nvme::slots::{IO_SLOTS, RESERVED_SLOTS};
+use crate::nvme::{
+    medium::{Direction as MediumDirection, Medium},
+    slots::{IO_SLOTS, RESERVED_SLOTS},
+};
 
 /// Bytes for the data of operations in flight.
 const MEMORY: usize = 16 << 20;
@@ -29,6 +33,9 @@ const MOST_PARTS: usize = MAX_DATA / PART;
 
 /// Most frames that are received before everything else is looked at.
 const BURST: usize = 64;
+
+/// Most rounds of receiving, serving and answering before the caller looks at everything else.
+const ROUNDS: usize = 16;
 
 /// Time after a failure for which answers have the medium's condition.
 const CONDITION_AGE: Duration = Duration::from_secs(60);
@@ -67,6 +74,8 @@ pub struct LentMedium {
     condition: Condition,
     /// The last failure.
     failed: Option<Instant>,
+    /// Failures, for the operator.
+    failures: Medium,
     stats: Stats,
 }
 
@@ -81,7 +90,7 @@ struct Stats {
 }
 
 impl LentMedium {
-    /// Serves the open image `file` of `size` bytes.
+    /// Serves the open image `file` of `size` bytes, of the device `name`.
     ///
     /// # Errors
     /// Those of starting an engine, and of memory.
@@ -89,7 +98,7 @@ impl LentMedium {
         file: File,
         engine: EngineChoice,
         (size, read_only): (u64, bool),
-        link: Link,
+        (name, link): (&str, Link),
     ) -> io::Result<Self> {
         let depth = IO_SLOTS + RESERVED_SLOTS;
         let parts = (MEMORY / PART) as u16;
@@ -109,35 +118,38 @@ impl LentMedium {
                 read_only,
             },
             failed: None,
+            failures: Medium::new(Path::new(name), size),
             stats: Stats::default(),
         })
     }
 
     /// Receives, serves and answers, without blocking. `on_failed_sync` is called before the borrower
-    /// learns that a flush has failed: the kernel reports that once.
+    /// learns that a flush has failed: the kernel reports that once. Returns whether there is more to do
+    /// at once, which no descriptor reports.
     ///
     /// # Errors
     /// The connection is over.
-    pub fn turn(&mut self, on_failed_sync: &mut dyn FnMut()) -> Result<(), Ended> {
-        loop {
+    pub fn turn(&mut self, on_failed_sync: &mut dyn FnMut()) -> Result<bool, Ended> {
+        for _ in 0..ROUNDS {
             let received = self.receive()?;
             self.block.turn();
             let mut finished = false;
             while let Some((tag, result)) = self.block.next_done() {
                 finished = true;
-                self.answer(tag, result, on_failed_sync);
+                self.finish(tag, result, on_failed_sync);
             }
             self.link.flush().map_err(Ended::Cut)?;
-            self.release_sent();
-            if !received && !finished {
-                return Ok(());
+            let released = self.release_sent();
+            if !received && !finished && !released {
+                return Ok(self.block.is_busy());
             }
         }
+        Ok(true)
     }
 
-    /// Whether there is work for [`LentMedium::turn`] that its descriptors do not report.
-    pub fn is_busy(&mut self) -> bool {
-        self.block.is_busy()
+    /// A current failure of the medium.
+    pub fn problem(&self) -> Option<&str> {
+        self.failures.problem()
     }
 
     /// To be called every [`Link::TICK`].
@@ -228,7 +240,7 @@ impl LentMedium {
             _ => return,
         };
         if let Some(error) = refusal {
-            return self.answer(tag, Err(error), &mut || {});
+            return self.answer(tag, Err(error));
         }
         let slot = &self.slots[usize::from(tag)];
         let slices = self.block.slices(tag);
@@ -286,27 +298,42 @@ impl LentMedium {
         }
     }
 
-    fn answer(
+    /// Notes the end of an operation on the medium, and answers it.
+    fn finish(
         &mut self,
         tag: Tag,
         result: Result<(), BlockError>,
         on_failed_sync: &mut dyn FnMut(),
     ) {
+        let frame = self.slots[usize::from(tag)].frame;
+        let direction = match frame {
+            Some(Frame::Read { .. }) => MediumDirection::Read,
+            _ => MediumDirection::Write,
+        };
+        if let Err(error) = result {
+            let now = Instant::now();
+            self.failed = Some(now);
+            self.condition = self.block.condition();
+            self.failures.failed(error, direction, self.condition, now);
+            if let Some(Frame::Sync { .. }) = frame {
+                on_failed_sync();
+            }
+        } else if self.failed.is_some_and(|at| at.elapsed() < CONDITION_AGE) {
+            let condition = self.block.condition();
+            self.condition = condition;
+            self.failures
+                .succeeded(direction, || condition, Instant::now());
+        }
+        self.answer(tag, result);
+    }
+
+    fn answer(&mut self, tag: Tag, result: Result<(), BlockError>) {
         self.block.release(tag);
+        self.stats.errors += u64::from(result.is_err());
         let slot = &self.slots[usize::from(tag)];
         let Some(frame) = slot.frame else {
             return;
         };
-        if result.is_err() {
-            self.stats.errors += 1;
-            self.failed = Some(Instant::now());
-            if let Frame::Sync { .. } = frame {
-                on_failed_sync();
-            }
-        }
-        if self.failed.is_some_and(|at| at.elapsed() < CONDITION_AGE) {
-            self.condition = self.block.condition();
-        }
         let bytes = match frame {
             Frame::Read { len, .. } | Frame::Write { len, .. } => len,
             _ => 0,
@@ -336,15 +363,17 @@ impl LentMedium {
         self.post(done, memory);
     }
 
-    /// Makes the memory of sent answers free.
-    fn release_sent(&mut self) {
+    /// Makes the memory of sent answers free. Returns whether there was any.
+    fn release_sent(&mut self) -> bool {
+        let before = self.unsent.len();
         while let Some(&(number, tag)) = self.unsent.front() {
             if number >= self.link.sent() {
-                return;
+                break;
             }
             self.unsent.pop_front();
             self.free_slot(tag);
         }
+        self.unsent.len() < before
     }
 
     fn free_slot(&mut self, tag: Tag) {

@@ -28,6 +28,11 @@ use super::{Durability, Engine, RawOp, Tag, eventfd};
 /// it waits for DMA in flight.
 const HURRY: Duration = Duration::from_secs(2);
 
+/// What is ready in an engine's epoll instance.
+const LINK: u64 = 0;
+const WAKE: u64 = 1;
+const TIMER: u64 = 2;
+
 /// What an engine tells the owner of its connections.
 #[derive(Debug)]
 pub enum Notice {
@@ -137,6 +142,10 @@ pub(super) struct Network {
     condition: Condition,
     /// Since when the owner waits for everything in flight.
     hurried: Option<Instant>,
+    /// The lender has asked for the device over this connection.
+    release_asked: bool,
+    /// Frames may be left that no descriptor reports.
+    more: bool,
     epoll: OwnedFd,
     timer: OwnedFd,
 }
@@ -159,8 +168,8 @@ impl Network {
             it_value: tick,
         };
         timerfd_settime(&timer, TimerfdTimerFlags::empty(), &every)?;
-        for fd in [timer.as_fd(), wake.as_fd()] {
-            let data = epoll::EventData::new_u64(0);
+        for (fd, ready) in [(timer.as_fd(), TIMER), (wake.as_fd(), WAKE)] {
+            let data = epoll::EventData::new_u64(ready);
             epoll::add(&epoll, fd, data, epoll::EventFlags::IN)?;
         }
         watch(&epoll, &first)?;
@@ -179,6 +188,8 @@ impl Network {
                 read_only: false,
             },
             hurried: None,
+            release_asked: false,
+            more: false,
             epoll,
             timer,
         })
@@ -234,6 +245,7 @@ impl Network {
         for (operation, tag) in again {
             post(&mut link, tag, &operation.op);
         }
+        self.release_asked = false;
         self.state = State::Connected(link);
         self.flush();
     }
@@ -248,6 +260,7 @@ impl Network {
 
     /// Takes what has arrived.
     fn receive(&mut self) {
+        self.more = false;
         for _ in 0..self.operations.len() {
             let State::Connected(link) = &mut self.state else {
                 return;
@@ -259,6 +272,7 @@ impl Network {
                 Err(error) => return self.lose(error),
             }
         }
+        self.more = true;
     }
 
     fn take(&mut self, frame: Frame) {
@@ -272,11 +286,12 @@ impl Network {
                 self.condition = condition;
                 self.finish(tag, result);
             }
-            Frame::Release { limit_ms } => {
+            // Once for a connection: a lender that repeats it uses no memory.
+            Frame::Release { limit_ms } if !self.release_asked => {
+                self.release_asked = true;
+                let limit = Duration::from_millis(limit_ms);
                 // Fails if the process is about to end.
-                let _ = self
-                    .notices
-                    .send(Notice::Release(Duration::from_millis(limit_ms)));
+                let _ = self.notices.send(Notice::Release(limit));
             }
             // That it came is all.
             _ => {}
@@ -285,13 +300,23 @@ impl Network {
 
     /// Looks at all descriptors, and clears their readiness.
     fn look(&mut self) {
-        // EAGAIN: not expired, or not raised.
-        let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
-        let ticked = rustix::io::read(&self.timer, &mut [0u8; 8]).is_ok();
         let mut events = Vec::with_capacity(4);
         let now = Timespec::default();
-        // What was ready is looked at in any case.
+        // After an error, such as an interruption, everything is as before.
         let _ = epoll::wait(&self.epoll, spare_capacity(&mut events), Some(&now));
+        let mut ticked = false;
+        for event in events {
+            let fd = match event.data.u64() {
+                WAKE => self.wake.as_fd(),
+                TIMER => {
+                    ticked = true;
+                    self.timer.as_fd()
+                }
+                _ => continue,
+            };
+            // EAGAIN: cleared already.
+            let _ = rustix::io::read(fd, &mut [0u8; 8]);
+        }
         while let Ok(supply) = self.supply.try_recv() {
             match (supply, &self.state) {
                 (Supply::Link(link), State::Waiting) => self.reconnect(*link),
@@ -313,12 +338,8 @@ impl Network {
 /// Watches a connection, edge-triggered: it is read until it is empty, and written until it is full.
 fn watch(epoll: &OwnedFd, link: &Link) -> io::Result<()> {
     let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::ET;
-    Ok(epoll::add(
-        epoll,
-        link,
-        epoll::EventData::new_u64(0),
-        flags,
-    )?)
+    let data = epoll::EventData::new_u64(LINK);
+    Ok(epoll::add(epoll, link, data, flags)?)
 }
 
 /// Where the data of a frame belongs; refuses what answers no operation.
@@ -431,7 +452,7 @@ impl Engine for Network {
 
     fn has_finished(&mut self) -> bool {
         self.look();
-        !self.finished.is_empty()
+        !self.finished.is_empty() || self.more
     }
 
     fn wake_fd(&self) -> BorrowedFd<'_> {

@@ -32,7 +32,13 @@ fn links() -> (Link, Link) {
 
 fn lend(image: &File, read_only: bool, link: Link) -> LentMedium {
     let image = image.try_clone().unwrap();
-    LentMedium::new(image, EngineChoice::Threads, (SIZE, read_only), link).unwrap()
+    LentMedium::new(
+        image,
+        EngineChoice::Threads,
+        (SIZE, read_only),
+        ("disk0", link),
+    )
+    .unwrap()
 }
 
 /// A borrower, and its lender unless the connection is cut.
@@ -250,7 +256,7 @@ proptest! {
             let _ = send(&near, &frame.encode(), SendFlags::NOSIGNAL);
             let _ = send(&near, &vec![1; frame.data_len()], SendFlags::NOSIGNAL);
             match lent.turn(&mut || {}) {
-                Ok(()) => {}
+                Ok(_) => {}
                 Err(Ended::Cut(error)) => {
                     prop_assert!(matches!(error, LinkError::Frame(_)), "{error}");
                     break;
@@ -375,5 +381,51 @@ fn a_burst_of_long_reads_is_bounded_by_memory() {
             assert!(matches!(frame, Frame::Done { tag, .. } if tag == answers));
             answers += 1;
         }
+    }
+}
+
+#[test]
+fn a_lender_asks_for_the_device_once_for_a_connection() {
+    let (near, mut far) = links();
+    let (medium, keeper) = remote_medium(SIZE, near).unwrap();
+    let mut queue = BlockQueue::remote(medium, DEPTH).unwrap();
+    for _ in 0..3 {
+        let limit_ms = u64::MAX;
+        far.post(Frame::Release { limit_ms }, Memory::NONE);
+    }
+    far.flush().unwrap();
+    queue.is_busy();
+    let notice = keeper.notices.try_recv().unwrap();
+    assert!(matches!(notice, Notice::Release(limit) if limit == Duration::from_millis(u64::MAX)));
+    assert!(keeper.notices.try_recv().is_err());
+}
+
+/// More frames than one look takes: the rest is not forgotten until the next event.
+#[test]
+fn frames_that_are_left_are_work() {
+    let (near, mut far) = links();
+    let (medium, _keeper) = remote_medium(SIZE, near).unwrap();
+    let mut queue = BlockQueue::remote(medium, DEPTH).unwrap();
+    queue.flush(0);
+    queue.turn();
+    for _ in 0..2 * DEPTH {
+        far.post(Frame::Alive, Memory::NONE);
+    }
+    let condition = Condition {
+        size: SIZE,
+        full: false,
+        read_only: false,
+    };
+    let done = Frame::Done {
+        tag: 0,
+        result: 0,
+        data: 0,
+        condition,
+    };
+    far.post(done, Memory::NONE);
+    far.flush().unwrap();
+    while queue.next_done().is_none() {
+        assert!(queue.is_busy());
+        queue.turn();
     }
 }
