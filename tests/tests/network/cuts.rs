@@ -15,7 +15,7 @@ const SILENCE: Duration = Duration::from_secs(13);
 
 /// Compares the image with what the VMM has written.
 #[track_caller]
-fn check_medium(stage: &Stage, image: &str, io: &Value) {
+pub fn check_medium(stage: &Stage, image: &str, io: &Value) {
     let found = &io["found"]["io"];
     let field = |name: &str| found[name].as_u64().unwrap();
     let mut bytes = vec![0; field("bytes") as usize];

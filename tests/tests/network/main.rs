@@ -3,6 +3,7 @@
 //! Each host has its own network, IPC and mount namespace, and a file system of its own in memory, where all of its
 //! files are. The hosts share the wire, and the programs.
 
+mod bad_input;
 mod cuts;
 mod stage;
 
@@ -27,6 +28,9 @@ fn main() {
     env_logger::init();
     let args = Arguments::from_args();
     let trials = tests![
+        bad_input::a_small_mtu_carries_a_drive,
+        bad_input::a_lender_that_cannot_be_used_is_an_error_in_words,
+        bad_input::a_borrower_that_stops_reading_slows_nobody_else,
         cuts::a_drive_crosses_with_one_round_trip_for_each_command,
         cuts::a_drive_crosses_with_tls,
         cuts::io_goes_on_after_a_silent_cut,

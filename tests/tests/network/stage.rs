@@ -85,7 +85,7 @@ impl Host {
         self.run(farside_program()?, args)
     }
 
-    fn ip(&self, args: &[&str]) -> Result<String> {
+    pub fn ip(&self, args: &[&str]) -> Result<String> {
         let ip = testbed()?.tool("ip");
         self.run(ip.get_program(), args)
     }
@@ -180,6 +180,11 @@ impl Stage {
 
     /// Starts the lender, or starts it again.
     pub fn lend(&mut self, image: &str) -> Result<usize> {
+        self.lend_also(image, &[])
+    }
+
+    /// As [`Stage::lend`], with more arguments.
+    pub fn lend_also(&mut self, image: &str, more: &[&str]) -> Result<usize> {
         let image = format!("disk0={ROOT}/{image}");
         let address = self.address();
         let rule = if self.tls { "host=near" } else { "network" };
@@ -195,6 +200,7 @@ impl Stage {
         if !self.tls {
             args.push("--listen-plain");
         }
+        args.extend(more);
         let lender = self.far.start("the lender", &args)?;
         lender.wait_log(&address, SHORT)?;
         self.daemons.push(lender);
@@ -223,6 +229,21 @@ impl Stage {
 
     pub fn daemon(&mut self, at: usize) -> &mut Daemon {
         &mut self.daemons[at]
+    }
+
+    /// Starts a backend and the scripted VMM of a VM with another device.
+    pub fn other_vm(&mut self, vm: &str, device: &str) -> Result<Vmm> {
+        let address = self.address();
+        let args = [
+            "serve", "--vm", vm, "--lender", &address, "--device", device,
+        ];
+        let backend = self.near.start("another backend", &args)?;
+        backend.wait_log("served at", SHORT)?;
+        self.daemons.push(backend);
+        let socket = format!("{ROOT}/run/vm/{vm}/{device}.sock");
+        let mut command = self.near.command(scripted_vmm_program()?);
+        command.args(["--socket", &socket, "--ram", "64M", "--step"]);
+        Vmm::start(command)
     }
 
     /// Starts the scripted VMM of a VM.

@@ -24,6 +24,11 @@ const IN_GUEST: &str = "b=/usr/bin/busybox; $b mount -t proc proc /proc; \
 /// A nested guest boots, with a real kernel and its NVMe driver.
 pub fn uses_the_drive(machine: &Machine) -> Result<()> {
     describe(machine)?;
+    runs(machine)
+}
+
+/// The guest of the VM configuration runs as a unit, and uses the drive.
+pub fn runs(machine: &Machine) -> Result<()> {
     machine.sh(&format!(
         "install -m 644 /usr/share/doc/farside/examples/{TEMPLATE} {UNITS}/
          systemctl daemon-reload

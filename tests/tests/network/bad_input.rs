@@ -1,0 +1,92 @@
+//! Networks, lenders and borrowers that are not as they should be.
+
+use std::fs;
+
+use anyhow::{Result, ensure};
+use farside_tests::SHORT;
+
+use crate::{
+    cuts::check_medium,
+    stage::{IMAGE, Stage},
+};
+
+pub fn a_small_mtu_carries_a_drive(stage: &mut Stage) -> Result<()> {
+    stage.use_tls()?;
+    for host in [&stage.near, &stage.far] {
+        host.ip(&["link", "set", "wire", "mtu", "1280"])?;
+    }
+    stage.lend("disk0.img")?;
+    stage.serve("web1", 60)?;
+    let io = stage.boot("web1")?.step("io 8M")?;
+    check_medium(stage, "disk0.img", &io);
+    Ok(())
+}
+
+/// What `farside serve` says.
+fn refusal(stage: &Stage, lender: &str) -> Result<String> {
+    let args = [
+        "serve", "--vm", "web1", "--device", "disk0", "--lender", lender,
+    ];
+    let mut backend = stage.near.start("a backend", &args)?;
+    let ended = backend.wait_exit(SHORT)?;
+    ensure!(!ended.success(), "it serves: {}", backend.log());
+    Ok(backend.log())
+}
+
+pub fn a_lender_that_cannot_be_used_is_an_error_in_words(stage: &mut Stage) -> Result<()> {
+    stage.use_tls()?;
+    let tls = stage.address();
+    let said = refusal(stage, &tls)?;
+    ensure!(said.contains("(is `farside lend` running?)"), "{said}");
+
+    stage.lend("disk0.img")?;
+    let plain = tls.replace("tls:", "tcp:");
+    let said = refusal(stage, &plain)?;
+    ensure!(said.contains("tls:HOST:PORT"), "{said}");
+    // The certificate has another name.
+    stage
+        .near
+        .ip(&["address", "add", "10.99.0.9/24", "dev", "wire"])?;
+    stage
+        .far
+        .ip(&["address", "add", "10.99.0.3/24", "dev", "wire"])?;
+    let other = tls.replace("10.99.0.2", "10.99.0.3");
+    let said = refusal(stage, &other)?;
+    ensure!(said.contains("cannot reach the lender"), "{said}");
+    // This host has no certificates.
+    let rules = stage.near.path("etc/pki");
+    let kept = stage.near.path("etc/pki-kept");
+    fs::rename(&rules, &kept)?;
+    let said = refusal(stage, &tls)?;
+    ensure!(
+        said.contains("make certificates with `farside pki`"),
+        "{said}"
+    );
+    fs::rename(&kept, &rules)?;
+    // And all is well with what is right.
+    stage.serve("web1", 60)?;
+    let io = stage.boot("web1")?.step("io 1M")?;
+    check_medium(stage, "disk0.img", &io);
+    Ok(())
+}
+
+/// Its operations wait in its own worker, and in its own connection.
+pub fn a_borrower_that_stops_reading_slows_nobody_else(stage: &mut Stage) -> Result<()> {
+    let file = fs::File::create(stage.far.path("disk1.img"))?;
+    file.set_len(IMAGE)?;
+    stage.lend_also("disk0.img", &["--nvme", "disk1=/mnt/disk1.img"])?;
+    let stopped = stage.serve("web1", 60)?;
+    stage.boot("web1")?.step("io 1M")?;
+    stage.vmm()?.begin("io 40M 8M")?;
+    stage.daemon(stopped).stop()?;
+    let mut other = stage.other_vm("web2", "disk1")?;
+    let io = other.step("io 16M")?;
+    check_medium(stage, "disk1.img", &io);
+    let listed = stage.far.farside(&["devices"])?;
+    ensure!(
+        listed.contains("VM web1") && listed.contains("VM web2"),
+        "{listed}"
+    );
+    // It does not end by itself while it is stopped.
+    stage.daemon(stopped).kill()
+}
