@@ -10,7 +10,7 @@
 //! device that could still write to a VM's memory must not be lent again. Revoking its memory is
 //! retried with exponential back-off until it succeeds or the lender stops.
 
-mod busy_poll;
+pub(crate) mod busy_poll;
 mod channel;
 mod end;
 mod home;

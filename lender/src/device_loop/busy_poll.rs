@@ -34,7 +34,7 @@ const NAP: Duration = Duration::from_micros(20);
 
 /// The next action when there is no work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(crate) enum Step {
     /// Poll again at once.
     Poll,
     /// Yield, then poll again.
@@ -47,7 +47,7 @@ pub(super) enum Step {
 
 /// Decides how to wait for work.
 #[derive(Debug)]
-pub(super) struct BusyPoll {
+pub(crate) struct BusyPoll {
     most: Duration,
     time: Duration,
     /// No yields before this time.
@@ -57,7 +57,7 @@ pub(super) struct BusyPoll {
 
 impl BusyPoll {
     /// Never polls for longer than `most`; zero blocks at once.
-    pub(super) fn new(most: Duration, now: Instant) -> Self {
+    pub(crate) fn new(most: Duration, now: Instant) -> Self {
         Self {
             most,
             time: Duration::ZERO,
@@ -67,7 +67,7 @@ impl BusyPoll {
     }
 
     /// The next action after `idle` without work.
-    pub(super) fn step(&self, idle: Duration, now: Instant) -> Step {
+    pub(crate) fn step(&self, idle: Duration, now: Instant) -> Step {
         if idle >= self.time {
             Step::Block
         } else if now >= self.yield_from {
@@ -80,7 +80,7 @@ impl BusyPoll {
     }
 
     /// Records that a yield took `took`.
-    pub(super) fn yielded(&mut self, took: Duration, now: Instant) {
+    pub(crate) fn yielded(&mut self, took: Duration, now: Instant) {
         if took < LONG_YIELD {
             return;
         }
@@ -94,7 +94,7 @@ impl BusyPoll {
     }
 
     /// Records that a block lasted `slept`, and adapts the poll time.
-    pub(super) fn woke_after(&mut self, slept: Duration) {
+    pub(crate) fn woke_after(&mut self, slept: Duration) {
         self.time = if slept < self.most {
             (self.time * 2).clamp(LEAST.min(self.most), self.most)
         } else if self.time > LEAST {

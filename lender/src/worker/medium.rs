@@ -2,10 +2,13 @@
 //!
 //! It has the image and the borrower's connection, and neither memory of a guest nor a part of the fabric.
 
-use std::{io, time::Instant};
+use std::{
+    io,
+    time::{Duration, Instant},
+};
 
 use farside_daemon::{DeviceId, VmName};
-use farside_devices::nvme::{Ended, LentMedium};
+use farside_devices::nvme::{Ended, LentMedium, Turn};
 use farside_error_chain::Chain;
 use farside_lender_protocol::{Channel, Counter, Generation, LimitUse, Resource, Revocation};
 use farside_medium::{Link, LinkError};
@@ -15,7 +18,17 @@ use super::{
     messages::{Answer, Call, Order},
     process::{CALL_TIMEOUT, Calls},
 };
-use crate::{device_loop::Line, registry::Release, source::Report};
+use crate::{
+    device_loop::{
+        Line,
+        busy_poll::{BusyPoll, Step},
+    },
+    registry::Release,
+    source::Report,
+};
+
+/// Rounds of busy-polling between two looks at the broker.
+const ROUNDS_PER_LOOK: u32 = 16;
 
 /// The lease of a medium.
 pub(super) struct MediumLease {
@@ -23,6 +36,7 @@ pub(super) struct MediumLease {
     pub(super) vm: VmName,
     pub(super) generation: Generation,
     pub(super) medium: LentMedium,
+    pub(super) poll_time: Duration,
     /// The last failure of the medium that the broker was told of.
     pub(super) problem: Option<String>,
 }
@@ -79,27 +93,58 @@ impl MediumLease {
 
     fn run(&mut self, orders: &mut Channel, calls: &Calls) -> io::Result<End> {
         let mut tick = Instant::now() + Link::TICK;
+        let mut idle_since = Instant::now();
+        let mut busy_poll = BusyPoll::new(self.poll_time, idle_since);
         let mut revoked = None;
+        let mut rounds = 0u32;
         loop {
             let turned = self.medium.turn(&mut || calls.tell(&Call::EndChain));
             self.report_problem(calls);
-            let ticked = match Instant::now() >= tick {
+            let now = Instant::now();
+            let ticked = match now >= tick {
                 true => {
-                    tick = Instant::now() + Link::TICK;
+                    tick = now + Link::TICK;
                     self.medium.tick()
                 }
                 false => Ok(()),
             };
-            let more = match ticked.and(turned) {
-                Ok(more) => more,
+            let turn = match ticked.and(turned) {
+                Ok(turn) => turn,
                 Err(Ended::Returned) => return Ok(End::Returned),
                 Err(Ended::Cut(error)) => return Ok(End::Cut(error)),
             };
-            if revoked.is_some_and(|until| Instant::now() >= until) {
+            if revoked.is_some_and(|until| now >= until) {
                 return Ok(End::Revoked);
             }
-            if !more {
-                self.wait(orders, tick)?;
+            rounds = rounds.wrapping_add(1);
+            if turn != Turn::Idle {
+                idle_since = now;
+            }
+            let step = match turn {
+                Turn::Idle => busy_poll.step(now - idle_since, now),
+                Turn::Busy | Turn::More => Step::Poll,
+            };
+            let patience = match step {
+                Step::Block => tick.saturating_duration_since(now),
+                Step::Nap(time) => time,
+                Step::Poll | Step::Yield if rounds.is_multiple_of(ROUNDS_PER_LOOK) => {
+                    Duration::ZERO
+                }
+                Step::Poll => continue,
+                Step::Yield => {
+                    std::thread::yield_now();
+                    let after = Instant::now();
+                    busy_poll.yielded(after - now, after);
+                    continue;
+                }
+            };
+            let ordered = self.wait(orders, patience)?;
+            if step == Step::Block {
+                busy_poll.woke_after(now.elapsed());
+                idle_since = Instant::now();
+            }
+            if !ordered {
+                continue;
             }
             match orders.try_receive::<Order>() {
                 Ok(None) => {}
@@ -126,24 +171,25 @@ impl MediumLease {
         }
     }
 
-    /// Waits for the borrower, the medium or the broker, until `tick`.
-    fn wait(&mut self, orders: &Channel, tick: Instant) -> io::Result<()> {
-        let left = tick.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).unwrap_or_default();
+    /// Waits for the borrower, the medium or the broker, for up to `patience`. Returns whether the broker
+    /// has sent something.
+    fn wait(&mut self, orders: &Channel, patience: Duration) -> io::Result<bool> {
+        let left = Timespec::try_from(patience).unwrap_or_default();
         let (link, has_room, wants_write) = self.medium.link();
         let mut interest = PollFlags::empty();
         interest.set(PollFlags::IN, has_room);
         interest.set(PollFlags::OUT, wants_write);
         let mut fds = vec![
-            PollFd::from_borrowed_fd(self.medium.wake_fd(), PollFlags::IN),
             PollFd::new(orders, PollFlags::IN),
+            PollFd::from_borrowed_fd(self.medium.wake_fd(), PollFlags::IN),
         ];
         // The end of a connection is reported whatever is asked for.
         if !interest.is_empty() {
             fds.push(PollFd::from_borrowed_fd(link, interest));
         }
         match poll(&mut fds, Some(&left)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Ok(_) => Ok(!fds[0].revents().is_empty()),
+            Err(rustix::io::Errno::INTR) => Ok(false),
             Err(errno) => Err(errno.into()),
         }
     }

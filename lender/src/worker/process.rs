@@ -117,6 +117,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
             vm,
             generation,
             medium,
+            poll_time: Duration::from_micros(poll_us),
             problem: None,
         };
         return Ok(lease.serve(&mut orders, &calls)?);

@@ -274,7 +274,7 @@ fn has_a_network_where_it_is_configured(machine: &Machine) -> Result<()> {
          cp -a /etc/farside /tmp/etc-farside
          sed -i '1i listen = [\"{ADDRESS}\"]' /etc/farside/lender.toml
          sed -i 's/^model.nvme.*/&\\nborrowers = [\"network\"]/' /etc/farside/lender.toml
-         sed -i '1i lenders = [\"{ADDRESS}\"]' /etc/farside/vm/web1.toml
+         sed -i '/^socket-group/d; 1i lenders = [\"{ADDRESS}\"]' /etc/farside/vm/web1.toml
          systemctl daemon-reload
          systemctl restart {LENDER}"
     ))?;

@@ -55,7 +55,7 @@ mod tests;
 
 pub use block::{
     Ended, EngineChoice, Image, ImageError, ImageId, LentMedium, MediumKeeper, Notice,
-    RemoteMedium, Supply, remote_medium,
+    RemoteMedium, Supply, Turn, remote_medium,
 };
 pub use config::{Config, ConfigError, MODEL_LEN, SERIAL_LEN};
 pub use controller::Nvme;

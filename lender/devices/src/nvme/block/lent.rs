@@ -49,6 +49,17 @@ pub enum Ended {
     Cut(LinkError),
 }
 
+/// What a [`LentMedium::turn`] has left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// There was nothing to do.
+    Idle,
+    /// There was, and everything is done that can be.
+    Busy,
+    /// There is more to do at once, which no descriptor reports.
+    More,
+}
+
 /// An operation in flight, or an answer that is being sent.
 #[derive(Default)]
 struct Slot {
@@ -124,13 +135,12 @@ impl LentMedium {
     }
 
     /// Receives, serves and answers, without blocking. `on_failed_sync` is called before the borrower
-    /// learns that a flush has failed: the kernel reports that once. Returns whether there is more to do
-    /// at once, which no descriptor reports.
+    /// learns that a flush has failed: the kernel reports that once.
     ///
     /// # Errors
     /// The connection is over.
-    pub fn turn(&mut self, on_failed_sync: &mut dyn FnMut()) -> Result<bool, Ended> {
-        for _ in 0..ROUNDS {
+    pub fn turn(&mut self, on_failed_sync: &mut dyn FnMut()) -> Result<Turn, Ended> {
+        for round in 0..ROUNDS {
             let received = self.receive()?;
             self.block.turn();
             let mut finished = false;
@@ -141,10 +151,14 @@ impl LentMedium {
             self.link.flush().map_err(Ended::Cut)?;
             let released = self.release_sent();
             if !received && !finished && !released {
-                return Ok(self.block.is_busy());
+                return Ok(match (self.block.is_busy(), round) {
+                    (true, _) => Turn::More,
+                    (false, 0) => Turn::Idle,
+                    (false, _) => Turn::Busy,
+                });
             }
         }
-        Ok(true)
+        Ok(Turn::More)
     }
 
     /// A current failure of the medium.

@@ -38,7 +38,7 @@ use farside_medium::Condition;
 use serde::{Deserialize, Serialize};
 
 pub use image::{Image, ImageAccess, ImageError, ImageId};
-pub use lent::{Ended, LentMedium};
+pub use lent::{Ended, LentMedium, Turn};
 pub use network::{MediumKeeper, Notice, RemoteMedium, Supply, remote_medium};
 
 use inline::Inline;
