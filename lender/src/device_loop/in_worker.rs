@@ -322,6 +322,10 @@ impl<'a> WorkerLease<'a> {
                 self.kill_in(EXIT_TIMEOUT);
                 CallReply::Done
             }
+            // Another lease may end while the next one has a chain.
+            Call::EndChain if !self.is_medium() => {
+                CallReply::Refused(unsupported("this lease has no chain"))
+            }
             Call::EndChain => {
                 self.owner.home.end_chain();
                 CallReply::Done
@@ -502,8 +506,10 @@ impl<'a> WorkerLease<'a> {
         let flushed = self.device.flush();
         if let Err(error) = &flushed {
             log::error!("{error}");
-            // The kernel reports that once.
-            self.owner.home.end_chain();
+            if self.is_medium() {
+                // The kernel reports that once.
+                self.owner.home.end_chain();
+            }
         }
         for waiting in self.late.drain(..) {
             if let Waiting::HandOver(_, reply) = waiting {

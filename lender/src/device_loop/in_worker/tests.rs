@@ -228,3 +228,16 @@ fn a_worker_whose_borrower_was_told_and_that_does_not_start_leaves_the_device_ke
     });
     assert_eq!(not_begun(chain, false), Release::Cut);
 }
+
+#[test]
+fn a_worker_without_a_medium_ends_no_chain() {
+    let (mut owner, mut device, ended) = with_medium(idle());
+    let lease = lease(1);
+    let of = (lease.vm.clone(), lease.generation);
+    let started = device.start(entry("disk0"), 0, lease);
+    let (worker, borrower) = started.map_err(|(_, error)| error).unwrap();
+    let mut lease = WorkerLease::new(&mut owner, &mut device, worker, borrower, of);
+    let reply = lease.serve_call(Call::EndChain, Vec::new());
+    assert!(matches!(reply, CallReply::Refused(_)), "{reply:?}");
+    assert!(ended.try_recv().is_err());
+}
