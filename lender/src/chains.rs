@@ -86,13 +86,27 @@ fn boot() -> std::io::Result<&'static str> {
         return Ok(boot);
     }
     let boot = match std::env::var(BOOT_VARIABLE) {
-        Ok(boot) => boot,
-        Err(_) => std::fs::read_to_string(BOOT_FILE).map_err(|error| {
-            let text = format!("cannot read {BOOT_FILE}, nor {BOOT_VARIABLE}: {error}");
-            std::io::Error::new(error.kind(), text)
-        })?,
+        Ok(text) => boot_id(BOOT_VARIABLE, &text)?,
+        Err(_) => {
+            let text = std::fs::read_to_string(BOOT_FILE).map_err(|error| {
+                let text = format!("cannot read {BOOT_FILE}, nor {BOOT_VARIABLE}: {error}");
+                std::io::Error::new(error.kind(), text)
+            })?;
+            boot_id(BOOT_FILE, &text)?
+        }
     };
-    Ok(BOOT.get_or_init(|| boot.trim().replace('-', "")))
+    Ok(BOOT.get_or_init(|| boot))
+}
+
+/// The 128 bits of `text`, with dashes as the kernel writes them, or without as systemd does. Anything
+/// else, such as a specifier that was not expanded, would name all systems.
+fn boot_id(of: &str, text: &str) -> std::io::Result<String> {
+    let boot = text.trim().replace('-', "").to_ascii_lowercase();
+    let is_hex = boot.len() == 32 && boot.bytes().all(|byte| byte.is_ascii_hexdigit());
+    is_hex.then_some(boot).ok_or_else(|| {
+        let text = format!("{of} has {text:?}, and not the 32 hexadecimal digits of a boot id");
+        std::io::Error::new(std::io::ErrorKind::InvalidData, text)
+    })
 }
 
 /// A device whose connection was cut.
@@ -121,5 +135,24 @@ impl Kept {
             seconds: self.since.elapsed().as_secs(),
             left: left.as_secs() + 1,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_boot_id_is_the_same_in_both_forms_and_nothing_else_is_one() {
+        let plain = "0c1d2e3f405162738495a6b7c8d9eaf0";
+        for text in [plain, "0C1D2E3F-4051-6273-8495-a6b7c8d9eaf0\n"] {
+            assert_eq!(boot_id(BOOT_FILE, text).unwrap(), plain);
+        }
+        for text in ["", "%b", "0", &plain[1..], &plain.replace('0', "g")] {
+            let error = boot_id(BOOT_VARIABLE, text).unwrap_err().to_string();
+            assert!(error.contains(BOOT_VARIABLE), "{error}");
+        }
+        let here = boot().unwrap();
+        assert_eq!(boot_id(BOOT_FILE, here).unwrap(), here);
     }
 }

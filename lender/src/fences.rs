@@ -33,6 +33,8 @@ pub(crate) struct FenceBook {
     chains: BTreeMap<DeviceId, Chain>,
     /// The file; without one, handovers are refused.
     file: Option<PathBuf>,
+    /// The file has chains that have ended since, because it could not be written.
+    outdated: bool,
     /// Limits the log lines on a failed write, of which each borrow causes one.
     unwritten: RateLimit,
 }
@@ -103,6 +105,7 @@ impl FenceBook {
             devices,
             chains,
             file,
+            outdated: false,
             unwritten: RateLimit::new(),
         })
     }
@@ -231,7 +234,8 @@ impl FenceBook {
         }
     }
 
-    /// Records a handover persistently.
+    /// Records a handover persistently, and with it the end of the device's chain: a repeated request
+    /// must not end the chain of the lease that the handover was for.
     pub(crate) fn hand_over(
         &mut self,
         claim: &Claim<'_>,
@@ -249,7 +253,9 @@ impl FenceBook {
             reserved: true,
         };
         let secret = Some(claim.secret);
-        self.put(claim.device, KeptFence { fence, secret })
+        let mut chains = self.chains.clone();
+        chains.remove(claim.device);
+        self.put_with(claim.device, KeptFence { fence, secret }, chains)
     }
 
     /// Allows other VMs to borrow the device again, for an operator or who presents the fence's
@@ -273,6 +279,15 @@ impl FenceBook {
 
     /// Replaces the VM's fence, in the file first. Has no effect on error.
     fn put(&mut self, device: &DeviceId, kept: KeptFence) -> Result<(), RemoteError> {
+        self.put_with(device, kept, self.chains.clone())
+    }
+
+    fn put_with(
+        &mut self,
+        device: &DeviceId,
+        kept: KeptFence,
+        chains: BTreeMap<DeviceId, Chain>,
+    ) -> Result<(), RemoteError> {
         let mut devices = self.devices.clone();
         let fences = devices.entry(device.to_owned()).or_default();
         let full = fences.len() >= MAX_FENCES;
@@ -289,7 +304,7 @@ impl FenceBook {
                 });
             }
         }
-        self.write(devices, self.chains.clone())
+        self.write(devices, chains)
     }
 
     /// The lease of a device that may go on.
@@ -297,21 +312,32 @@ impl FenceBook {
         self.chains.get(device)
     }
 
-    /// Replaces a device's chain, in the file first. Has no effect on error.
-    pub(crate) fn set_chain(
+    /// Sets the chain of a device that is being lent, in the file first, and ends the chains for which
+    /// `ends`. Has no effect on error.
+    pub(crate) fn lend(
         &mut self,
         device: &DeviceId,
         chain: Option<Chain>,
+        ends: impl Fn(&DeviceId, &Chain) -> bool,
     ) -> Result<(), RemoteError> {
-        if self.chains.get(device) == chain.as_ref() {
-            return Ok(());
-        }
         let mut chains = self.chains.clone();
-        match chain {
-            Some(chain) => chains.insert(device.to_owned(), chain),
-            None => chains.remove(device),
-        };
-        self.write(self.devices.clone(), chains)
+        chains.retain(|id, chain| id != device && !ends(id, chain));
+        chains.extend(chain.map(|chain| (device.to_owned(), chain)));
+        match chains == self.chains && !self.outdated {
+            true => Ok(()),
+            false => self.write(self.devices.clone(), chains),
+        }
+    }
+
+    /// Ends a device's chain. If the file cannot be written, it has ended all the same, and no device is
+    /// lent until the file has been written: after a restart the lease would go on.
+    pub(crate) fn end_chain(&mut self, device: &DeviceId) -> Result<(), RemoteError> {
+        let ended = self.lend(device, None, |_, _| false);
+        if ended.is_err() {
+            self.chains.remove(device);
+            self.outdated = true;
+        }
+        ended
     }
 
     fn write(
@@ -329,6 +355,7 @@ impl FenceBook {
             files::replace_private(path, &text).map_err(internal)?;
         }
         (self.devices, self.chains) = (kept.devices, kept.chains);
+        self.outdated = false;
         Ok(())
     }
 }

@@ -1,5 +1,6 @@
 //! Device ids and leases: the authoritative record.
 
+mod grant;
 mod keep;
 mod viewer;
 
@@ -28,8 +29,9 @@ use crate::{
     source::Report,
     tokens::RegisterTokens,
 };
+pub(crate) use grant::Grant;
 use keep::end_chain;
-pub(crate) use keep::{DEFAULT_KEEP_AT_MOST, Going};
+pub(crate) use keep::{DEFAULT_KEEP_AT_MOST, Going, GrantedChain};
 pub(crate) use viewer::Viewer;
 
 /// A message to a device's thread.
@@ -76,7 +78,7 @@ pub(crate) struct Lease {
     /// Files behind the BARs with sparse mmap areas.
     pub(crate) bar_memory: Vec<std::os::fd::OwnedFd>,
     /// The lease's chain, for [`Transport::Network`].
-    pub(crate) chain: Option<Secret>,
+    pub(crate) chain: Option<GrantedChain>,
 }
 
 /// Maximum number of queued messages for a device thread: one lease, and requests of peers that
@@ -199,34 +201,6 @@ struct Records {
     fences: FenceBook,
 }
 
-/// A lease that the registry has recorded, and the device's thread does not have yet. Holds the
-/// registry's lock, so that a device's thread receives leases and handovers in the order of their
-/// generations: the answer to a handover that overtook a lease would be that none has to end.
-#[must_use = "a grant that is not posted keeps the device from all borrowers"]
-pub(crate) struct Grant<'a> {
-    id: &'a DeviceId,
-    generation: Generation,
-    records: MutexGuard<'a, Records>,
-}
-
-impl Grant<'_> {
-    /// The fencing token of the lease.
-    pub(crate) fn generation(&self) -> Generation {
-        self.generation
-    }
-
-    /// Posts the lease to the device's thread. On failure the device is free again.
-    pub(crate) fn post(mut self, lease: Lease) -> Result<(), RemoteError> {
-        let slot = self.records.slots.get_mut(self.id);
-        let slot = slot.ok_or_else(|| unknown(self.id))?;
-        let posted = slot.queue.post(DeviceRequest::Lease(lease));
-        if posted.is_err() {
-            slot.lease = None;
-        }
-        posted
-    }
-}
-
 /// The registry of a lender's devices.
 pub(crate) struct Registry {
     records: Mutex<Records>,
@@ -308,9 +282,13 @@ impl Registry {
         if let Some(kept) = slot.kept() {
             return Err(kept.refusal(id));
         }
+        // From now on the medium may be changed unseen.
+        let Records { slots, fences } = &mut *records;
+        fences.end_chain(id)?;
+        let slot = slots.get(id).ok_or_else(|| unknown(id))?;
         let (ended, end) = mpsc::sync_channel(1);
         slot.queue.end(ended)?;
-        records.slots.remove(id);
+        slots.remove(id);
         Ok(end)
     }
 
@@ -350,7 +328,8 @@ impl Registry {
     ) -> Result<Revocation, RemoteError> {
         let mut records = self.lock();
         let was_kept = records.end_kept(id)?;
-        let slot = records.slots.get_mut(id).ok_or_else(|| unknown(id))?;
+        let Records { slots, fences } = &mut *records;
+        let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         let Some(held) = &slot.lease else {
             slot.availability = Availability::Unavailable;
             if was_kept {
@@ -365,6 +344,8 @@ impl Registry {
         })?;
         slot.availability = Availability::Revoking;
         slot.revoked = Revocation::Pending;
+        // A lender that starts anew does not know of the revocation.
+        end_chain(fences, id);
         let revoked = |records: &Records| {
             let slot = records.slots.get(id);
             slot.map_or(Revocation::NotLent, |slot| slot.revoked)
@@ -381,39 +362,6 @@ impl Registry {
     /// Tokens for leases whose register channel has not connected yet.
     pub(crate) fn tokens(&self) -> &Arc<RegisterTokens> {
         &self.tokens
-    }
-
-    /// Grants a lease, or refuses with the current holder or the VM's fence.
-    pub(crate) fn grant<'a>(
-        &'a self,
-        id: &'a DeviceId,
-        vm: &VmName,
-        fence: Option<HeldFence>,
-    ) -> Result<Grant<'a>, RemoteError> {
-        let mut records = self.lock();
-        let Records { slots, fences } = &mut *records;
-        let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
-        slot.check_issued(id, fence)?;
-        fences.check(id, vm, fence)?;
-        slot.availability.check(id)?;
-        if let Some(holder) = slot.holder() {
-            return Err(holder.refusal(id));
-        }
-        slot.check_kept(id, vm)?;
-        fences.set_chain(id, None)?;
-        slot.kept = None;
-        slot.generation = slot.next(id)?;
-        fences.borrowed(id, vm);
-        slot.lease = Some(Held {
-            vm: vm.to_owned(),
-            generation: slot.generation,
-            since: Instant::now(),
-        });
-        Ok(Grant {
-            id,
-            generation: slot.generation,
-            records,
-        })
     }
 
     /// Records a handover: from now on the VM needs the returned fence to borrow the device. The
@@ -440,12 +388,11 @@ impl Registry {
                 fences.check_proof(claim, slot.lease.is_some() || slot.kept().is_some())?;
                 let generation = slot.next(id)?;
                 fences.hand_over(claim, generation)?;
+                slot.kept = None;
                 slot.generation = generation;
                 generation
             }
         };
-        fences.set_chain(id, None)?;
-        slot.kept = None;
         slot.queue.post(DeviceRequest::HandOver { fence, reply })?;
         Ok(fence)
     }

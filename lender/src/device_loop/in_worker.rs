@@ -24,7 +24,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
 use crate::{
     refusals::{failed, internal, refused, unsupported},
-    registry::{DeviceRequest, Lease, MAX_REQUESTS, Release},
+    registry::{DeviceRequest, GrantedChain, Lease, MAX_REQUESTS, Release},
     source::{Available, Report},
     worker::{
         Answer, Borrower, Call, CallReply, LogReader, Order, Worker, WorkerDevice, printable,
@@ -53,8 +53,7 @@ impl WorkerDevice {
         // The worker finds out anew.
         owner.home.problem(None, None);
         owner.problem = None;
-        let (vm, generation, over_network) =
-            (lease.vm.clone(), lease.generation, lease.chain.is_some());
+        let (vm, generation, chain) = (lease.vm.clone(), lease.generation, lease.chain);
         let entry = owner
             .home
             .entry()
@@ -72,7 +71,8 @@ impl WorkerDevice {
             Err((connection, error)) => {
                 let line = format!("device {}: cannot lend to VM {}: {error}", owner.id, vm);
                 owner.home.line(Line::NotLent, &line);
-                owner.home.released(generation, not_begun(over_network));
+                let not_told = connection.is_some();
+                owner.home.released(generation, not_begun(chain, not_told));
                 // The borrow fails whether or not the peer receives this.
                 let _ = connection.map(|mut it| it.send(&Reply::Refused(error), &[], SEND_TIMEOUT));
                 return true;
@@ -82,11 +82,12 @@ impl WorkerDevice {
     }
 }
 
-/// The end of a lease that has not begun: the device stays kept for a VM that goes on.
-fn not_begun(over_network: bool) -> Release {
-    match over_network {
-        true => Release::Cut,
-        false => Release::Over(Revocation::Released),
+/// The end of a lease that has not begun: the device stays kept for a VM that may go on, which has the
+/// secret of its chain from a lease before, or unless it was `not_told` from this one.
+fn not_begun(chain: Option<GrantedChain>, not_told: bool) -> Release {
+    match chain {
+        Some(chain) if chain.goes_on || !not_told => Release::Cut,
+        _ => Release::Over(Revocation::Released),
     }
 }
 
@@ -321,6 +322,10 @@ impl<'a> WorkerLease<'a> {
                 self.kill_in(EXIT_TIMEOUT);
                 CallReply::Done
             }
+            // Another lease may end while the next one has a chain.
+            Call::EndChain if !self.is_medium() => {
+                CallReply::Refused(unsupported("this lease has no chain"))
+            }
             Call::EndChain => {
                 self.owner.home.end_chain();
                 CallReply::Done
@@ -501,8 +506,10 @@ impl<'a> WorkerLease<'a> {
         let flushed = self.device.flush();
         if let Err(error) = &flushed {
             log::error!("{error}");
-            // The kernel reports that once.
-            self.owner.home.end_chain();
+            if self.is_medium() {
+                // The kernel reports that once.
+                self.owner.home.end_chain();
+            }
         }
         for waiting in self.late.drain(..) {
             if let Waiting::HandOver(_, reply) = waiting {

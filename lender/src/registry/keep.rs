@@ -1,13 +1,13 @@
 //! Leases of media that go on over another connection: see [`crate::chains`].
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use farside_daemon::{DeviceId, VmName};
 use farside_devices::nvme::ImageId;
 use farside_error_chain::Chain as Causes;
 use farside_lender_protocol::{ErrorKind, HeldFence, KeptFor, RemoteError, Secret};
 
-use super::{DeviceRequest, Grant, Held, Records, Registry, Slot, unknown};
+use super::{DeviceRequest, Grant, Records, Registry, Slot, unknown};
 use crate::{
     chains::{self, Chain, Kept},
     fences::FenceBook,
@@ -16,6 +16,14 @@ use crate::{
 
 /// Longest time for which a device is kept, unless the configuration sets another.
 pub(crate) const DEFAULT_KEEP_AT_MOST: Duration = Duration::from_secs(600);
+
+/// The chain of a lease that is granted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GrantedChain {
+    pub(crate) secret: Secret,
+    /// Its VM has the secret already.
+    pub(crate) goes_on: bool,
+}
 
 /// A borrow of a medium.
 #[derive(Clone, Copy, Debug)]
@@ -49,16 +57,31 @@ impl Records {
         if slot.lease.is_some() {
             return Ok(false);
         }
-        let was_kept = slot.kept().is_some();
-        fences.set_chain(id, None)?;
-        slot.kept = None;
+        let was_kept = slot.kept.take().is_some_and(|kept| kept.shown().is_some());
+        fences.end_chain(id)?;
         Ok(was_kept)
+    }
+
+    /// Writes the chain of a lease that begins, or that it has none. What is written to its medium ends
+    /// the chain of any other device that had that medium: one was renamed. Devices that have it now
+    /// share it, and do not write.
+    pub(super) fn begin_chain(
+        &mut self,
+        id: &DeviceId,
+        chain: Option<Chain>,
+    ) -> Result<(), RemoteError> {
+        let Self { slots, fences } = self;
+        let medium_of = |id: &DeviceId| slots.get(id).and_then(|slot| slot.medium);
+        let medium = medium_of(id);
+        fences.lend(id, chain, |other, chain| {
+            Some(chain.medium) == medium && medium_of(other) != medium
+        })
     }
 }
 
-/// Ends a device's chain. If the file cannot be written, a later lease writes it, or is refused.
+/// Ends a device's chain. If the file cannot be written, the next lease writes it, or is refused.
 pub(super) fn end_chain(fences: &mut FenceBook, id: &DeviceId) {
-    if let Err(error) = fences.set_chain(id, None) {
+    if let Err(error) = fences.end_chain(id) {
         log::error!(
             "device {id}: the state file still says that its last lease may go on: {}",
             Causes(&error)
@@ -92,10 +115,10 @@ impl Registry {
         vm: &VmName,
         fence: Option<HeldFence>,
         going: Going,
-    ) -> Result<(Grant<'a>, Secret), RemoteError> {
-        let mut records = self.lock();
-        let Records { slots, fences } = &mut *records;
-        let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
+    ) -> Result<(Grant<'a>, GrantedChain), RemoteError> {
+        let records = self.lock();
+        let Records { slots, fences } = &*records;
+        let slot = slots.get(id).ok_or_else(|| unknown(id))?;
         let medium = slot.medium.ok_or_else(no_medium)?;
         // First: what does not go on is given up, rather than asked for again.
         if let Some(secret) = going.resumes {
@@ -123,23 +146,12 @@ impl Registry {
             (Some(_), Some(chain)) => chain.clone(),
             _ => Chain::start(vm, medium, going.keep).map_err(internal)?,
         };
-        let secret = chain.secret;
-        fences.set_chain(id, Some(chain))?;
-        slot.kept = None;
-        slot.generation = slot.next(id)?;
-        fences.borrowed(id, vm);
-        slot.lease = Some(Held {
-            vm: vm.to_owned(),
-            generation: slot.generation,
-            since: Instant::now(),
-        });
-        let generation = slot.generation;
-        let grant = Grant {
-            id,
-            generation,
-            records,
+        let granted = GrantedChain {
+            secret: chain.secret,
+            goes_on: going.resumes.is_some(),
         };
-        Ok((grant, secret))
+        let grant = Grant::begin(records, id, vm, Some(chain), granted.goes_on)?;
+        Ok((grant, granted))
     }
 
     /// Ends the chain of a device, whose lease goes on until its connection is cut.

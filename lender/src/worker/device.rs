@@ -173,7 +173,7 @@ impl WorkerDevice {
         };
         let served = match lease.chain {
             Some(chain) => {
-                let replied = self.reply(&mut lease, chain);
+                let replied = self.reply(&mut lease, chain.secret);
                 if let Err(error) = replied {
                     return Err((Some(lease.connection), error));
                 }

@@ -27,7 +27,7 @@ pub fn uses_the_drive(machine: &Machine) -> Result<()> {
     runs(machine)
 }
 
-/// The guest of the VM configuration runs as a unit, and uses the drive.
+/// The guest of the VM configuration runs as a unit, and uses the disk.
 pub fn runs(machine: &Machine) -> Result<()> {
     machine.sh(&format!(
         "install -m 644 /usr/share/doc/farside/examples/{TEMPLATE} {UNITS}/

@@ -1,4 +1,5 @@
-//! A worker that is gone, and leaves a function that cannot be taken down.
+//! A worker that is gone, and leaves a function that cannot be taken down; workers that do not start, or
+//! end a chain that is not theirs.
 
 use std::{
     fs::File,
@@ -8,7 +9,7 @@ use std::{
 
 use farside_daemon::Wakeup;
 use farside_fabric::{Budget, soft::Adapter};
-use farside_lender_protocol::{Channel, DeviceEntry, Transport};
+use farside_lender_protocol::{Channel, DeviceEntry, Secret, Transport};
 
 use super::*;
 use crate::{
@@ -66,6 +67,19 @@ fn lease(generation: u64) -> Lease {
     }
 }
 
+fn entry(id: &str) -> DeviceEntry {
+    DeviceEntry {
+        id: id.parse().unwrap(),
+        source: "model".into(),
+        summary: String::new(),
+        borrowed_by: None,
+        fences: Vec::new(),
+        problem: None,
+        availability: Default::default(),
+        kept: None,
+    }
+}
+
 /// What posts requests to the device, a sender of its stop, and its thread, which passes on whether
 /// the function was taken down, and the device.
 type Stuck = (RequestQueue, Wakeup, JoinHandle<(bool, DeviceLoop)>);
@@ -86,18 +100,8 @@ fn stuck(leased: bool) -> Stuck {
     let model = Model::DmaTest(Default::default());
     let mut device = WorkerDevice::open(&owner.id, model, adapter, idle()).unwrap();
     let lease = lease(1);
-    let entry = DeviceEntry {
-        id: owner.id.clone(),
-        source: "model".into(),
-        summary: String::new(),
-        borrowed_by: None,
-        fences: Vec::new(),
-        problem: None,
-        availability: Default::default(),
-        kept: None,
-    };
     let of = (lease.vm.clone(), lease.generation);
-    let started = device.start(entry, 0, lease);
+    let started = device.start(entry("dma0"), 0, lease);
     let (worker, borrower) = started.map_err(|(_, error)| error).unwrap();
     worker.kill();
     let serving = std::thread::spawn(move || {
@@ -139,4 +143,101 @@ fn the_next_lease_stays_in_the_queue_while_a_function_cannot_be_taken_down() {
     let (_, owner) = serving.join().unwrap();
     let next = owner.requests.try_recv();
     assert!(matches!(next, Ok(DeviceRequest::Lease(lease)) if lease.generation == Generation(2)));
+}
+
+/// Passes the ends of leases on, and those of chains as `None`.
+struct Ends(Sender<Option<Release>>, Arc<RegisterTokens>);
+
+impl Home for Ends {
+    fn entry(&self) -> Option<DeviceEntry> {
+        Some(entry("disk0"))
+    }
+
+    fn tokens(&self) -> &Arc<RegisterTokens> {
+        &self.1
+    }
+
+    fn end_chain(&self) {
+        self.0.send(None).unwrap();
+    }
+
+    fn released(&self, _: Generation, how: Release) {
+        self.0.send(Some(how)).unwrap();
+    }
+
+    fn problem(&self, _: Option<&str>, _: Option<&str>) {}
+
+    fn dma_faults(&self, reported: u64) -> u64 {
+        reported
+    }
+
+    fn line(&self, _: Line, _: &str) {}
+}
+
+/// The loop of a device with a medium, whose workers are `program`, and the ends that it reports.
+fn with_medium(program: Program) -> (DeviceLoop, WorkerDevice, mpsc::Receiver<Option<Release>>) {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(1 << 20).unwrap();
+    let (ends, ended) = mpsc::channel();
+    let id = "disk0".parse().unwrap();
+    let adapter = Adapter::new(Default::default()).unwrap();
+    let model = Model::nvme(image.path().to_owned(), false);
+    let device = WorkerDevice::open(&id, model, adapter, program).unwrap();
+    let home = Box::new(Ends(ends, Arc::default()));
+    let quota = Budget::of_this_process().shared_by(1).into();
+    let made = DeviceLoop::new(id, home, Wakeup::new().unwrap(), Duration::ZERO, quota);
+    (made.unwrap().0, device, ended)
+}
+
+/// Nobody has the secret of a chain that has begun with that lease.
+#[test]
+fn a_device_whose_worker_does_not_start_is_kept_for_a_vm_that_may_go_on() {
+    let missing = Program {
+        path: "/nonexistent/farside".into(),
+        args: Vec::new(),
+    };
+    let (mut owner, mut device, ended) = with_medium(missing);
+    let free = Release::Over(Revocation::Released);
+    for (goes_on, how) in [
+        (None, free),
+        (Some(false), free),
+        (Some(true), Release::Cut),
+    ] {
+        let (connection, mut peer) = Channel::pair().unwrap();
+        let lease = Lease {
+            connection,
+            transport: Transport::Network,
+            chain: goes_on.map(|goes_on| GrantedChain {
+                secret: Secret::random().unwrap(),
+                goes_on,
+            }),
+            ..lease(1)
+        };
+        assert!(device.serve(&mut owner, lease));
+        assert_eq!(ended.try_recv().unwrap(), Some(how), "{goes_on:?}");
+        let (reply, _) = peer.receive::<Reply>(DEADLINE).unwrap();
+        assert!(matches!(reply, Reply::Refused(_)), "{reply:?}");
+    }
+}
+
+#[test]
+fn a_worker_whose_borrower_was_told_and_that_does_not_start_leaves_the_device_kept() {
+    let chain = Some(GrantedChain {
+        secret: Secret::random().unwrap(),
+        goes_on: false,
+    });
+    assert_eq!(not_begun(chain, false), Release::Cut);
+}
+
+#[test]
+fn a_worker_without_a_medium_ends_no_chain() {
+    let (mut owner, mut device, ended) = with_medium(idle());
+    let lease = lease(1);
+    let of = (lease.vm.clone(), lease.generation);
+    let started = device.start(entry("disk0"), 0, lease);
+    let (worker, borrower) = started.map_err(|(_, error)| error).unwrap();
+    let mut lease = WorkerLease::new(&mut owner, &mut device, worker, borrower, of);
+    let reply = lease.serve_call(Call::EndChain, Vec::new());
+    assert!(matches!(reply, CallReply::Refused(_)), "{reply:?}");
+    assert!(ended.try_recv().is_err());
 }

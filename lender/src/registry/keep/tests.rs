@@ -1,13 +1,13 @@
 use std::{path::Path, sync::mpsc};
 
 use farside_daemon::Wakeup;
-use farside_lender_protocol::{BarOwner, Described, Generation, Revocation};
+use farside_lender_protocol::{BarOwner, Channel, Described, Generation, Revocation, Transport};
 
 use super::*;
 use crate::{
     access::Access,
     fences::Claim,
-    registry::{MAX_REQUESTS, Release, RequestQueue},
+    registry::{Lease, MAX_REQUESTS, Release, RequestQueue},
 };
 
 const KEEP: Duration = Duration::from_secs(60);
@@ -46,23 +46,49 @@ fn no_description() -> Described {
     }
 }
 
+fn add(registry: &Registry, id: &DeviceId, medium: ImageId) -> mpsc::Receiver<DeviceRequest> {
+    let (sender, requests) = mpsc::sync_channel(MAX_REQUESTS);
+    let queue = RequestQueue::new(sender, Wakeup::new().unwrap());
+    let access = Access::new(id, 0, Vec::new());
+    let (described, first) = (no_description(), Generation(1));
+    let added = registry.add(id, "model", described, queue, access, first);
+    added.unwrap();
+    registry.set_medium(id, medium);
+    requests
+}
+
 impl Lender {
     fn start(file: &Path, medium: ImageId) -> Self {
+        Self::start_as("disk0", file, medium)
+    }
+
+    fn start_as(id: &str, file: &Path, medium: ImageId) -> Self {
         let book = FenceBook::load(Some(file.to_owned())).unwrap();
         let registry = Registry::new(book).keeping(KEEP);
-        let id: DeviceId = "disk0".parse().unwrap();
-        let (sender, requests) = mpsc::sync_channel(MAX_REQUESTS);
-        let queue = RequestQueue::new(sender, Wakeup::new().unwrap());
-        let access = Access::new(&id, 0, Vec::new());
-        let (described, first) = (no_description(), Generation(1));
-        let added = registry.add(&id, "model", described, queue, access, first);
-        added.unwrap();
-        registry.set_medium(&id, medium);
+        let id: DeviceId = id.parse().unwrap();
         Self {
+            requests: add(&registry, &id, medium),
             registry,
             id,
-            requests,
         }
+    }
+
+    /// A second device.
+    fn add(&self, id: &str, medium: ImageId) {
+        add(&self.registry, &id.parse().unwrap(), medium);
+    }
+
+    /// The time for which the device is kept is over.
+    fn forget_kept(&self) {
+        let mut records = self.registry.lock();
+        records.slots.get_mut(&self.id).unwrap().kept = None;
+    }
+
+    /// Until nothing more can be posted to the device's thread.
+    fn fill_queue(&self) {
+        let queue = self.registry.queue(&self.id).unwrap();
+        let (reply, _) = mpsc::sync_channel(1);
+        while queue.post(DeviceRequest::Report(reply.clone())).is_ok() {}
     }
 
     fn borrow(
@@ -75,7 +101,7 @@ impl Lender {
             resumes,
         };
         let granted = self.registry.grant_medium(&self.id, &vm(name), None, going);
-        granted.map(|(grant, chain)| (grant.generation(), chain))
+        granted.map(|(grant, chain)| (grant.generation(), chain.secret))
     }
 
     /// As a VM of this host does.
@@ -236,25 +262,13 @@ fn another_vms_lease_ends_a_chain_before_it_begins() {
     let lender = Lender::start(&file, medium(7));
     let (lease, chain) = lender.borrow("a", None).unwrap();
     lender.cut(lease);
-    lender
-        .registry
-        .lock()
-        .slots
-        .get_mut(&lender.id)
-        .unwrap()
-        .kept = None;
+    lender.forget_kept();
     lender.borrow("b", None).unwrap();
     let lender = Lender::start(&file, medium(7));
     assert_eq!(lender.kept().as_deref(), Some("b"));
     lender.has_ended(chain, SINCE);
     // A lease of this host has no chain.
-    lender
-        .registry
-        .lock()
-        .slots
-        .get_mut(&lender.id)
-        .unwrap()
-        .kept = None;
+    lender.forget_kept();
     lender.borrow_here("c").unwrap();
     let lender = Lender::start(&file, medium(7));
     assert_eq!(lender.kept(), None);
@@ -309,4 +323,170 @@ fn a_lease_whose_chain_cannot_be_written_is_not_granted() {
     );
     let entry = lender.registry.borrowers_entry(&lender.id).unwrap();
     assert_eq!(entry.borrowed_by, None);
+}
+
+/// A tool repeats its request until it has the answer, which may be late.
+#[test]
+fn a_repeated_handover_leaves_the_chain_of_the_lease_under_it() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (lease, old) = lender.borrow("a", None).unwrap();
+    let secret = Secret::random().unwrap();
+    let hand_over = || {
+        let claim = Claim {
+            device: &lender.id,
+            vm: &vm("a"),
+            migration: "m1",
+            supersedes: None,
+            secret,
+            operator: true,
+        };
+        let reply = mpsc::sync_channel(1).0;
+        lender.registry.hand_over(&claim, reply).unwrap()
+    };
+    let fence = HeldFence {
+        generation: hand_over(),
+        secret: Some(secret),
+    };
+    lender.cut(lease);
+    assert_eq!(lender.kept(), None);
+    let borrow = |resumes| {
+        let going = Going {
+            keep: KEEP,
+            resumes,
+        };
+        let vm = vm("a");
+        let granted = lender
+            .registry
+            .grant_medium(&lender.id, &vm, Some(fence), going);
+        granted.map(|(grant, chain)| (grant.generation(), chain.secret))
+    };
+    let (lease, chain) = borrow(None).unwrap();
+    assert_eq!(hand_over(), fence.generation);
+    lender.cut(lease);
+    assert_eq!(hand_over(), fence.generation);
+    assert_eq!(lender.kept().as_deref(), Some("a"));
+    borrow(Some(chain)).unwrap();
+    lender.has_ended(old, SINCE);
+}
+
+/// The kernel reports a failed write once, so that a later flush seems to succeed.
+#[test]
+fn a_chain_ends_even_if_the_file_cannot_be_written() {
+    let (directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    let aside = directory.path().join("aside");
+    std::fs::rename(&file, &aside).unwrap();
+    std::fs::create_dir_all(file.join("x")).unwrap();
+    lender.registry.end_chain(&lender.id);
+    lender.cut(lease);
+    assert_eq!(lender.kept(), None);
+    lender.has_ended(chain, SINCE);
+    // Else the chain would be back after a restart, and the medium would be another VM's.
+    for refused in [
+        lender.borrow_here("b"),
+        lender.borrow("b", None).map(|b| b.0),
+    ] {
+        assert_eq!(refused.unwrap_err().kind, ErrorKind::Internal);
+    }
+    std::fs::remove_dir_all(&file).unwrap();
+    std::fs::rename(&aside, &file).unwrap();
+    lender.borrow_here("b").unwrap();
+    Lender::start(&file, medium(7)).has_ended(chain, SINCE);
+}
+
+#[test]
+fn a_chain_ends_when_its_device_is_removed() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    lender.cut(lease);
+    lender.forget_kept();
+    lender.registry.remove(&lender.id).unwrap();
+    let lender = Lender::start(&file, medium(7));
+    assert_eq!(lender.kept(), None);
+    lender.has_ended(chain, SINCE);
+}
+
+#[test]
+fn a_chain_ends_when_its_medium_is_lent_as_another_device() {
+    let (_directory, file) = file();
+    for over_network in [false, true] {
+        let lender = Lender::start(&file, medium(7));
+        let (lease, chain) = lender.borrow("a", None).unwrap();
+        lender.cut(lease);
+        // Renamed, and there is another device of the old name.
+        let renamed = Lender::start_as("disk1", &file, medium(7));
+        renamed.add("disk0", medium(8));
+        match over_network {
+            true => renamed.borrow("b", None).map(drop).unwrap(),
+            false => renamed.borrow_here("b").map(drop).unwrap(),
+        }
+        let lender = Lender::start(&file, medium(7));
+        assert_eq!(lender.kept(), None);
+        lender.has_ended(chain, SINCE);
+    }
+}
+
+/// Both have it open, so neither writes.
+#[test]
+fn devices_that_share_a_read_only_medium_have_a_chain_each() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    lender.add("disk1", medium(7));
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    lender.cut(lease);
+    let (id, vm) = ("disk1".parse().unwrap(), vm("b"));
+    let granted = lender.registry.grant(&id, &vm, None);
+    granted.map(|grant| grant.generation()).unwrap();
+    assert_eq!(lender.kept().as_deref(), Some("a"));
+    lender.borrow("a", Some(chain)).unwrap();
+}
+
+/// A revocation cannot be undone, whatever becomes of the lender meanwhile.
+#[test]
+fn a_revocation_ends_a_chain_before_the_lease_ends() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (_, chain) = lender.borrow("a", None).unwrap();
+    let none = Duration::ZERO;
+    let revoked = lender.registry.revoke(&lender.id, none, none).unwrap();
+    assert_eq!(revoked, Revocation::Pending);
+    let lender = Lender::start(&file, medium(7));
+    assert_eq!(lender.kept(), None);
+    lender.has_ended(chain, SINCE);
+}
+
+#[test]
+fn a_device_stays_kept_if_its_thread_does_not_take_the_lease() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    lender.cut(lease);
+    lender.fill_queue();
+    for resumes in [Some(chain), None] {
+        let going = Going {
+            keep: KEEP,
+            resumes,
+        };
+        let a = vm("a");
+        let granted = lender.registry.grant_medium(&lender.id, &a, None, going);
+        let (grant, chain) = granted.unwrap();
+        let generation = grant.generation();
+        let posted = grant.post(Lease {
+            connection: Channel::pair().unwrap().0,
+            vm: a,
+            generation,
+            transport: Transport::Network,
+            bar_memory: Vec::new(),
+            chain: Some(chain),
+        });
+        posted.unwrap_err();
+        // A VM that has no chain yet does not go on.
+        let kept = resumes.map(|_| "a".to_owned());
+        assert_eq!(lender.kept(), kept);
+    }
+    lender.has_ended(chain, SINCE);
+    lender.borrow("b", None).unwrap();
 }

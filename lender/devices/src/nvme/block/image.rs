@@ -130,7 +130,8 @@ impl Image {
     /// Identifies the image.
     ///
     /// # Errors
-    /// Those of statx(2), and of a kernel before 5.15, which does not number its disks.
+    /// Those of statx(2), and of a kernel before 5.15, which does not number its disks; a file system
+    /// that does not note when a file was created, as its inode numbers are used again.
     pub fn id(&self) -> io::Result<ImageId> {
         let flags = AtFlags::EMPTY_PATH;
         let fields = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
@@ -141,6 +142,10 @@ impl Image {
                 device: (status.stx_rdev_major, status.stx_rdev_minor),
                 sequence: disk_sequence(&self.file)?,
             },
+            false if status.stx_mask & StatxFlags::BTIME.bits() == 0 => {
+                let text = "its file system has no creation times, which tell files apart";
+                return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+            }
             false => ImageId::File {
                 device: (status.stx_dev_major, status.stx_dev_minor),
                 inode: status.stx_ino,
@@ -251,6 +256,35 @@ fn can_punch(file: &File, size: u64, block_size: u32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_at_the_same_path_is_another_image() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk0.img");
+        let make = || {
+            std::fs::write(&path, [0; 4096]).unwrap();
+            let image = Image::open(&path, ImageAccess::ReadWrite, 512).unwrap();
+            image.id()
+        };
+        let first = match make() {
+            Ok(first) => first,
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                println!("skipped: a_file_at_the_same_path_is_another_image: {error}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        // Written, it is the same; so it is under another name.
+        assert_eq!(make().unwrap(), first);
+        let renamed = directory.path().join("renamed.img");
+        std::fs::rename(&path, &renamed).unwrap();
+        let image = Image::open(&renamed, ImageAccess::ReadOnly, 512).unwrap();
+        assert_eq!(image.id().unwrap(), first);
+        // The inode of a removed file is free.
+        drop(image);
+        std::fs::remove_file(&renamed).unwrap();
+        assert_ne!(make().unwrap(), first);
+    }
 
     #[test]
     fn truncate_is_not_suggested_for_a_device() {

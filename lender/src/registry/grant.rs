@@ -1,0 +1,97 @@
+//! Leases that begin.
+
+use std::{sync::MutexGuard, time::Instant};
+
+use farside_daemon::{DeviceId, VmName};
+use farside_lender_protocol::{Generation, HeldFence, RemoteError};
+
+use super::{DeviceRequest, Held, Lease, Records, Registry, keep::end_chain, unknown};
+use crate::chains::{Chain, Kept};
+
+/// A lease that the registry has recorded, and the device's thread does not have yet. Holds the
+/// registry's lock, so that a device's thread receives leases and handovers in the order of their
+/// generations: the answer to a handover that overtook a lease would be that none has to end.
+#[must_use = "a grant that is not posted keeps the device from all borrowers"]
+pub(crate) struct Grant<'a> {
+    id: &'a DeviceId,
+    generation: Generation,
+    /// Its VM has the secret of its chain.
+    goes_on: bool,
+    /// As before.
+    kept: Option<Kept>,
+    records: MutexGuard<'a, Records>,
+}
+
+impl<'a> Grant<'a> {
+    /// Records a lease, its chain in the file first. Has no effect on error.
+    pub(super) fn begin(
+        mut records: MutexGuard<'a, Records>,
+        id: &'a DeviceId,
+        vm: &VmName,
+        chain: Option<Chain>,
+        goes_on: bool,
+    ) -> Result<Self, RemoteError> {
+        let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
+        let generation = slot.next(id)?;
+        records.begin_chain(id, chain)?;
+        let Records { slots, fences } = &mut *records;
+        let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
+        fences.borrowed(id, vm);
+        slot.generation = generation;
+        slot.lease = Some(Held {
+            vm: vm.to_owned(),
+            generation,
+            since: Instant::now(),
+        });
+        let kept = slot.kept.take();
+        Ok(Self {
+            id,
+            generation,
+            goes_on,
+            kept,
+            records,
+        })
+    }
+
+    /// The fencing token of the lease.
+    pub(crate) fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// Posts the lease to the device's thread. On failure the device is free again, or kept for a VM that
+    /// may still go on.
+    pub(crate) fn post(mut self, lease: Lease) -> Result<(), RemoteError> {
+        let Records { slots, fences } = &mut *self.records;
+        let slot = slots.get_mut(self.id).ok_or_else(|| unknown(self.id))?;
+        let posted = slot.queue.post(DeviceRequest::Lease(lease));
+        if posted.is_err() {
+            slot.lease = None;
+            match self.goes_on {
+                true => slot.kept = self.kept.take(),
+                false => end_chain(fences, self.id),
+            }
+        }
+        posted
+    }
+}
+
+impl Registry {
+    /// Grants a lease, or refuses with the current holder or the VM's fence.
+    pub(crate) fn grant<'a>(
+        &'a self,
+        id: &'a DeviceId,
+        vm: &VmName,
+        fence: Option<HeldFence>,
+    ) -> Result<Grant<'a>, RemoteError> {
+        let records = self.lock();
+        let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
+        slot.check_issued(id, fence)?;
+        records.fences.check(id, vm, fence)?;
+        slot.availability.check(id)?;
+        if let Some(holder) = slot.holder() {
+            return Err(holder.refusal(id));
+        }
+        slot.check_kept(id, vm)?;
+        Grant::begin(records, id, vm, None, false)
+    }
+}
