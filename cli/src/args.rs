@@ -9,7 +9,7 @@ use farside_host_pci::Filter;
 use farside_lender::config::Borrower;
 use farside_lender_protocol::Address;
 use farside_pci::Bdf;
-use farside_vm_config::parse_memory;
+use farside_vm_config::{LoadError, known_lenders, parse_memory};
 
 use crate::{
     bench::Bench,
@@ -187,17 +187,18 @@ pub(crate) struct Lend {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Lenders {
     /// Address of a lender: its socket's path, tls:HOST:PORT, or tcp:HOST:PORT without
-    /// encryption; may be given more than once [default: this host's].
+    /// encryption; may be given more than once [default: those of lenders.toml in
+    /// /etc/farside, or this host's].
     #[arg(long = "lender", value_name = "ADDRESS")]
     pub(crate) lenders: Vec<Address>,
 }
 
 impl Lenders {
-    /// Those named, or the one of this host.
-    pub(crate) fn addresses(&self) -> Vec<Address> {
+    /// Those named, or those that this host knows.
+    pub(crate) fn addresses(&self) -> Result<Vec<Address>, LoadError> {
         match self.lenders.as_slice() {
-            [] => vec![farside_daemon::paths::lender_socket().into()],
-            some => some.to_vec(),
+            [] => known_lenders(),
+            some => Ok(some.to_vec()),
         }
     }
 }

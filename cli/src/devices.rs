@@ -1,12 +1,14 @@
 //! `farside devices`.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, panic::resume_unwind};
 
 use anyhow::bail;
 use farside_backend_api::{DeviceList, ListedDevice};
 use farside_bench::text_table;
 use farside_error_chain::Chain;
-use farside_lender_protocol::{Address, Availability, CallError, Client};
+use farside_lender_protocol::{
+    Address, Availability, BarOwner, CallError, Client, MAX_ASKED, Transport,
+};
 
 use crate::{args::Devices, terminal::Plain};
 
@@ -15,8 +17,8 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     let mut listed = Vec::new();
     let mut errors = Vec::new();
     let mut at = BTreeMap::new();
-    for address in args.lenders.addresses() {
-        match list(&address) {
+    for (address, devices) in list_all(&args.lenders.addresses()?) {
+        match devices {
             Ok(devices) => {
                 for ListedDevice { device, .. } in &devices {
                     let first = at.entry(device.id.clone()).or_insert(address.clone());
@@ -47,14 +49,44 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     }
 }
 
+/// The devices of each lender. Asks some at a time, as one that does not answer takes its time.
+fn list_all(lenders: &[Address]) -> Vec<(Address, Result<Vec<ListedDevice>, CallError>)> {
+    let mut answers = Vec::new();
+    for some in lenders.chunks(MAX_ASKED) {
+        std::thread::scope(|scope| {
+            let asked = some
+                .iter()
+                .map(|lender| (lender, scope.spawn(|| list(lender))));
+            // All are asked before the first answer is awaited.
+            let asked: Vec<_> = asked.collect();
+            for (lender, answer) in asked {
+                let answer = answer.join().unwrap_or_else(|panic| resume_unwind(panic));
+                answers.push((lender.clone(), answer));
+            }
+        });
+    }
+    answers
+}
+
 fn list(address: &Address) -> Result<Vec<ListedDevice>, CallError> {
     let mut client = Client::connect(address, None)?;
     let lender = client.lender().to_owned();
     let devices = client.devices()?.into_iter().map(|device| ListedDevice {
         lender: lender.clone(),
+        address: address.clone(),
+        transport: transport(address, &device.source),
         device,
     });
     Ok(devices.collect())
+}
+
+/// How the device would reach a VM of this host.
+fn transport(address: &Address, source: &str) -> Transport {
+    let bars = match source {
+        "vfio" => BarOwner::Lender,
+        _ => BarOwner::Borrower,
+    };
+    Transport::between(address, bars)
 }
 
 fn print_table(listed: Vec<ListedDevice>) {
@@ -67,7 +99,13 @@ fn print_table(listed: Vec<ListedDevice>) {
         .collect();
     let rows: Vec<Vec<String>> = listed
         .into_iter()
-        .map(|ListedDevice { lender, device }| {
+        .map(|listed| {
+            let ListedDevice {
+                lender,
+                transport,
+                device,
+                ..
+            } = listed;
             let reserved = device.reservation().map(|fence| {
                 format!(
                     "reserved for VM {} (migration {})",
@@ -90,13 +128,17 @@ fn print_table(listed: Vec<ListedDevice>) {
             vec![
                 device.id.to_string(),
                 lender,
+                transport.to_string(),
                 device.source,
                 device.summary,
                 used_by,
             ]
         })
         .collect();
-    let table = text_table(&["DEVICE", "LENDER", "SOURCE", "WHAT", "USED BY"], &rows);
+    let table = text_table(
+        &["DEVICE", "LENDER", "TRANSPORT", "SOURCE", "WHAT", "USED BY"],
+        &rows,
+    );
     print!("{}", Plain(table));
     for problem in problems {
         println!("{}", Plain(problem));
@@ -107,7 +149,7 @@ fn set_availability(args: &Devices) -> anyhow::Result<()> {
     if args.unavailable.is_empty() && args.available.is_empty() {
         return Ok(());
     }
-    let addresses = args.lenders.addresses();
+    let addresses = args.lenders.addresses()?;
     let [address] = addresses.as_slice() else {
         bail!("the availability of a device is set at one lender: give --lender once");
     };

@@ -26,7 +26,10 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let activated = Activated::from_env()?;
     let mut file = match &args.config {
         Some(path) => VmConfig::load(path)?,
-        None => VmConfig::default(),
+        None => VmConfig {
+            lenders: args.lenders.addresses()?,
+            ..VmConfig::default()
+        },
     };
     let vm = args
         .vm

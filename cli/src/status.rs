@@ -42,7 +42,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     }
     let mut lenders = Vec::new();
-    for address in args.lenders.addresses() {
+    for address in args.lenders.addresses()? {
         match lender(&address) {
             Ok(lender) => lenders.push(lender),
             Err(error) if args.lenders.lenders.is_empty() => log::warn!("{error:#}"),

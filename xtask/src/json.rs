@@ -16,6 +16,7 @@ use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova
 use farside_irq_relay::{IrqIndex, VectorCount, VectorsStatus};
 use farside_lender_protocol::{
     Address, BorrowedBy, DeviceEntry, DeviceStatus, Fence, Generation, KeptFor, LimitUse, Resource,
+    Transport,
 };
 use farside_planner::{
     AddressRules, Answer, Cluster, Guest, Preset, Remedy, plan_cluster, plan_ntb, plan_vfio,
@@ -250,6 +251,8 @@ fn status_is_documented() {
 fn devices_are_documented() {
     let listed = [entry(Some("the medium fails")), entry(None)].map(|device| ListedDevice {
         lender: "rack1-b".to_owned(),
+        address: "tls:rack1-b:7410".parse().unwrap(),
+        transport: Transport::Network,
         device,
     });
     let list = DeviceList::new(listed.to_vec());

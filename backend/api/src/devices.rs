@@ -1,6 +1,6 @@
 //! The document that `farside devices --json` prints.
 
-use farside_lender_protocol::DeviceEntry;
+use farside_lender_protocol::{Address, DeviceEntry, Transport};
 use serde::{Deserialize, Serialize};
 
 /// The number of the format. It grows when a key goes or changes its type or
@@ -21,6 +21,10 @@ pub struct DeviceList {
 pub struct ListedDevice {
     /// Name of the lender.
     pub lender: String,
+    /// Its address.
+    pub address: Address,
+    /// How the device would reach a VM of this host.
+    pub transport: Transport,
     /// The device; its keys are beside `lender`.
     #[serde(flatten)]
     pub device: DeviceEntry,

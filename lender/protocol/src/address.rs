@@ -50,6 +50,16 @@ pub enum Address {
     },
 }
 
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::SharedMemory => "memory",
+            Self::Ntb => "NTB",
+            Self::Network => "network",
+        })
+    }
+}
+
 impl Transport {
     /// How a device of the lender at `address` reaches a VM of this host. `bars` tells a model from
     /// hardware.

@@ -9,7 +9,7 @@ use crate::{Address, CallError, ErrorKind};
 
 /// Lenders that are asked at the same time, each by a thread; fewer than the orders that a backend's
 /// helper process takes.
-const MAX_ASKED: usize = 16;
+pub const MAX_ASKED: usize = 16;
 
 /// An error of [`find_device`].
 #[derive(Debug, thiserror::Error)]

@@ -45,6 +45,7 @@ mod fence;
 mod find;
 mod identity;
 mod irqs;
+mod kept;
 mod limits;
 mod listener;
 mod message;
@@ -56,15 +57,16 @@ pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE, TlsError};
 pub use client::{CallError, Client, Lease, MAX_DEVICES};
 pub use dial::{Dial, Dialer, Greeted, Target, dial};
 pub use fence::{Fence, Fences, HeldFence, MAX_FENCES};
-pub use find::{FindError, find_device};
+pub use find::{FindError, MAX_ASKED, find_device};
 pub use identity::{Identity, UntrustedListener};
 pub use irqs::{IrqUpdate, IrqVectors, irq_counts};
+pub use kept::KeptFor;
 pub use limits::{LimitUse, Resource};
 pub use listener::Listener;
 pub use message::{
     Availability, BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, Envelope, ErrorKind,
-    Generation, KeptFor, MAX_REVOKE_LIMIT, MediumLease, RamRange, RegisterToken, Registers,
-    RemoteError, Reply, Request, Revocation, TOKEN_LIFE, Transport, VERSION,
+    Generation, MAX_REVOKE_LIMIT, MediumLease, RamRange, RegisterToken, Registers, RemoteError,
+    Reply, Request, Revocation, TOKEN_LIFE, Transport, VERSION,
 };
 pub use secret::Secret;
 pub use status::{Counter, DeviceStatus};

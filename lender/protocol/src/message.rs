@@ -5,7 +5,7 @@ use farside_fabric::{Iova, NtbLimits, PeerAddress};
 use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
-use crate::{DeviceStatus, Fence, HeldFence, IrqUpdate, LimitUse, MAX_MESSAGE, Secret};
+use crate::{DeviceStatus, Fence, HeldFence, IrqUpdate, KeptFor, LimitUse, MAX_MESSAGE, Secret};
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
@@ -402,6 +402,7 @@ pub enum BarMemory {
 
 /// The DMA path from a device to the guest's RAM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Transport {
     /// Shared memory, on one host: the lender maps the memory's files, which the borrower
     /// passes ([`Request::MapPeer`]).
@@ -480,37 +481,6 @@ pub struct DeviceEntry {
     /// The VM whose connection was cut, and for which the device is kept.
     #[serde(default)]
     pub kept: Option<KeptFor>,
-}
-
-/// A device whose connection was cut.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KeptFor {
-    /// The VM that may go on.
-    pub vm: VmName,
-    /// Seconds since the cut.
-    pub seconds: u64,
-    /// Seconds until other VMs may borrow the device.
-    pub left: u64,
-}
-
-impl std::fmt::Display for KeptFor {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { vm, seconds, left } = self;
-        write!(f, "kept for VM {vm} (cut {seconds} s ago, {left} s left)")
-    }
-}
-
-impl KeptFor {
-    /// The refusal for another VM that tries to borrow `device`.
-    pub fn refusal(&self, device: &DeviceId) -> RemoteError {
-        RemoteError {
-            kind: ErrorKind::Busy,
-            message: format!(
-                "device {device} is kept for VM {}, whose connection was cut {} s ago, for another {} s; wait, or end that with `farside revoke {device}`",
-                self.vm, self.seconds, self.left
-            ),
-        }
-    }
 }
 
 impl DeviceEntry {

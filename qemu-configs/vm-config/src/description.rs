@@ -16,7 +16,7 @@ use serde::{
     de::{self, MapAccess, Visitor, value::MapAccessDeserializer},
 };
 
-use crate::places;
+use crate::{known, places};
 
 /// Default guest RAM, in bytes.
 const DEFAULT_MEMORY: u64 = 2 << 30;
@@ -175,6 +175,12 @@ pub enum LoadError {
         path: PathBuf,
         source: Box<toml::de::Error>,
     },
+    /// The list of lenders is empty.
+    #[error(
+        "{path} names no lender: `lenders = [\"tls:HOST:PORT\"]`, or remove the file for this host's lender",
+        path = path.display()
+    )]
+    NoLender { path: PathBuf },
     /// The file names another VM.
     #[error("{path} describes VM {found}, not {wanted}", path = path.display())]
     OtherVm {
@@ -185,16 +191,20 @@ pub enum LoadError {
 }
 
 impl VmConfig {
-    /// Reads a file.
+    /// Reads a file. Lenders that it does not name are those that this host [knows](crate::known_lenders).
     pub fn load(path: &Path) -> Result<Self, LoadError> {
         let text = std::fs::read_to_string(path).map_err(|source| LoadError::Read {
             path: path.to_owned(),
             source,
         })?;
-        toml::from_str(&text).map_err(|source| LoadError::Parse {
+        let mut config: Self = toml::from_str(&text).map_err(|source| LoadError::Parse {
             path: path.to_owned(),
             source: Box::new(source),
-        })
+        })?;
+        if config.lenders.is_empty() {
+            config.lenders = known::read(&places::known_lenders())?.unwrap_or_default();
+        }
+        Ok(config)
     }
 
     /// Reads the configuration of a VM of this host ([`places::description`]).

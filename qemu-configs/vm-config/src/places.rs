@@ -10,6 +10,11 @@ pub fn description(vm: &VmName) -> PathBuf {
     config_dir().join("vm").join(format!("{vm}.toml"))
 }
 
+/// The list of the lenders that this host knows: `lenders.toml` in [`config_dir`].
+pub fn known_lenders() -> PathBuf {
+    config_dir().join("lenders.toml")
+}
+
 /// The state of one VM: `vm/NAME` in [`state_dir`].
 pub fn vm_state(vm: &VmName) -> PathBuf {
     state_dir().join("vm").join(vm.as_str())

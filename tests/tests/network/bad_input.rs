@@ -90,3 +90,37 @@ pub fn a_borrower_that_stops_reading_slows_nobody_else(stage: &mut Stage) -> Res
     // It does not end by itself while it is stopped.
     stage.daemon(stopped).kill()
 }
+
+pub fn the_lenders_of_a_file_are_known(stage: &mut Stage) -> Result<()> {
+    stage.lend("disk0.img")?;
+    let other = "tcp:10.99.0.2:7411";
+    let list = format!("lenders = [\"{}\", \"{other}\"]\n", stage.address());
+    fs::write(stage.near.path("etc/lenders.toml"), list)?;
+    let devices = |stage: &Stage| stage.near.output("devices");
+    // One does not answer, which hides nothing.
+    let (said, ok) = devices(stage)?;
+    ensure!(said.contains("network    model"), "{said}");
+    ensure!(said.contains(other) && !ok, "{said}");
+    // A VM that names no lender finds its device there, once both answer.
+    stage.lend_at(other, "disk1=/mnt/disk1.img")?;
+    let (said, ok) = devices(stage)?;
+    ensure!(said.contains("disk1") && ok, "{said}");
+    let backend = ["serve", "--vm", "web1", "--device", "disk1"];
+    let mut backend = stage.near.start("a backend", &backend)?;
+    backend.wait_log("served at", SHORT)?;
+    backend.kill()?;
+    // The same id at both.
+    stage.lend_at("tcp:10.99.0.2:7412", "disk0=/mnt/disk2.img")?;
+    let list = format!(
+        "lenders = [\"{}\", \"tcp:10.99.0.2:7412\"]\n",
+        stage.address()
+    );
+    fs::write(stage.near.path("etc/lenders.toml"), list)?;
+    let (said, ok) = devices(stage)?;
+    let names_both = said.contains(&stage.address()) && said.contains("tcp:10.99.0.2:7412");
+    ensure!(
+        said.contains("is at two lenders") && names_both && !ok,
+        "{said}"
+    );
+    Ok(())
+}

@@ -30,6 +30,7 @@ fn main() {
     let trials = tests![
         bad_input::a_small_mtu_carries_a_drive,
         bad_input::a_lender_that_cannot_be_used_is_an_error_in_words,
+        bad_input::the_lenders_of_a_file_are_known,
         bad_input::a_borrower_that_stops_reading_slows_nobody_else,
         cuts::a_drive_crosses_with_one_round_trip_for_each_command,
         cuts::a_drive_crosses_with_tls,

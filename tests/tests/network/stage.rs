@@ -85,6 +85,14 @@ impl Host {
         self.run(farside_program()?, args)
     }
 
+    /// What a command of farside says, on both streams, and whether it succeeds.
+    pub fn output(&self, verb: &str) -> Result<(String, bool)> {
+        let output = self.command(farside_program()?).arg(verb).output()?;
+        let said = [output.stdout, output.stderr].concat();
+        let said = String::from_utf8_lossy(&said).into_owned();
+        Ok((said, output.status.success()))
+    }
+
     pub fn ip(&self, args: &[&str]) -> Result<String> {
         let ip = testbed()?.tool("ip");
         self.run(ip.get_program(), args)
@@ -205,6 +213,33 @@ impl Stage {
         lender.wait_log(&address, SHORT)?;
         self.daemons.push(lender);
         Ok(self.daemons.len() - 1)
+    }
+
+    /// Starts another lender at `address`, of `device`, with a socket of its own.
+    pub fn lend_at(&mut self, address: &str, device: &str) -> Result<()> {
+        let (id, image) = device.split_once('=').context("ID=IMAGE")?;
+        let name = image.rsplit('/').next().unwrap_or_default();
+        fs::File::create(self.far.path(name))?.set_len(IMAGE)?;
+        let port = address.rsplit(':').next().unwrap_or_default();
+        let socket = format!("{ROOT}/run/{port}/{id}.sock");
+        let args = [
+            "lend",
+            "--nvme",
+            device,
+            "--listen",
+            address,
+            "--borrower",
+            "network",
+            "--listen-plain",
+            "--socket",
+            &socket,
+            "--name",
+            port,
+        ];
+        let lender = self.far.start("another lender", &args)?;
+        lender.wait_log(address, SHORT)?;
+        self.daemons.push(lender);
+        Ok(())
     }
 
     /// Starts a backend of a VM that waits so many seconds.
