@@ -12,7 +12,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::io::Errno;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+};
 
 use crate::{
     Direction, Frame, FrameError, HEADER, Memory, Secrets,
@@ -438,6 +441,26 @@ impl Link {
     pub fn shut_down(&self) {
         // Fails if the connection has ended.
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Write);
+    }
+
+    /// Waits for the peer to close the connection, for up to `timeout`.
+    pub fn wait_closed(&mut self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        loop {
+            // The last frames of the peer, which nobody waits for.
+            match self.receive(|_| Ok(Memory::NONE)) {
+                Ok(Some(_)) => continue,
+                Ok(None) => {}
+                Err(_) => return,
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let left = Timespec::try_from(left).unwrap_or_default();
+            // An interrupted wait is only shorter.
+            let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&left));
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Cold migration with real guests, between two network namespaces.
 //!
-//! Each test has a separate stage; if it fails, the stage's logs are shown. There are six
+//! Each test has a separate stage; if it fails, the stage's logs are shown. There are eight
 //! moves and four kills, each of which boots a guest, unless `FARSIDE_MIGRATIONS` and
 //! `FARSIDE_KILLS` are set; `cargo xtask soak` runs 50 and 20. `FARSIDE_SEED` repeats the
 //! random choices.
@@ -33,6 +33,7 @@ fn main() {
         moves::a_host_that_was_left_does_not_get_the_drive_whatever_it_does,
         moves::a_vm_moves_back_and_forth_with_its_drive,
         moves::the_lender_may_be_one_of_the_two_hosts,
+        moves::a_drive_borrowed_over_the_network_moves_with_its_vm,
         attacks::two_migrations_at_once_are_one,
         attacks::both_hosts_go_on_at_once_and_one_has_the_vm,
         attacks::garbage_for_the_agent_changes_nothing,

@@ -28,6 +28,9 @@ use super::{Durability, Engine, RawOp, Tag, eventfd};
 /// it waits for DMA in flight.
 const HURRY: Duration = Duration::from_secs(2);
 
+/// Time for the lender to flush and to free a device that is returned.
+const RETURNED: Duration = Duration::from_secs(3);
+
 /// What is ready in an engine's epoll instance.
 const LINK: u64 = 0;
 const WAKE: u64 = 1;
@@ -502,11 +505,13 @@ impl Drop for Network {
     }
 }
 
+/// Returns the device, and waits until it is free: until its lender closes the connection.
 fn return_device(link: &mut Link) {
     link.post(Frame::Return, Memory::NONE);
     // The device is kept for this VM for a while if the lender does not receive this.
     let _ = link.flush();
     link.shut_down();
+    link.wait_closed(RETURNED);
 }
 
 #[cfg(test)]

@@ -43,9 +43,10 @@ fn lend(image: &File, read_only: bool, link: Link) -> LentMedium {
 
 /// A borrower, and its lender unless the connection is cut.
 struct Pair {
+    // Dropped first: the queue waits until its lender has closed the connection.
+    lent: Option<LentMedium>,
     queue: BlockQueue,
     keeper: MediumKeeper,
-    lent: Option<LentMedium>,
     image: File,
     failed_syncs: u32,
 }
@@ -232,7 +233,7 @@ proptest! {
             whole.slice(part * 4096, 4096).unwrap().read(&mut guard);
             prop_assert!(guard.iter().all(|byte| *byte == 0));
         }
-        drop(keeper);
+        drop((far, keeper));
     }
 
     /// A borrower that sends anything gets answers, or loses its connection; the image does not grow.
@@ -320,9 +321,23 @@ fn a_queue_that_ends_in_order_returns_the_device() {
     let Pair {
         queue, mut lent, ..
     } = Pair::new(false);
-    drop(queue);
-    let ended = lent.as_mut().unwrap().turn(&mut || {}).unwrap_err();
+    let ends = std::thread::spawn(move || drop(queue));
+    let mut end = || loop {
+        if let Err(ended) = lent.as_mut().unwrap().turn(&mut || {}) {
+            break ended;
+        }
+    };
+    let ended = end();
     assert!(matches!(ended, Ended::Returned), "{ended:?}");
+    // It is not free before the lender closes the connection.
+    assert!(!ends.is_finished());
+    lent = None;
+    assert!(lent.is_none());
+    ends.join().unwrap();
+}
+
+#[test]
+fn a_queue_that_ends_with_operations_in_flight_is_a_cut() {
     let Pair {
         mut queue,
         mut lent,
@@ -398,6 +413,7 @@ fn a_lender_asks_for_the_device_once_for_a_connection() {
     let notice = keeper.notices.try_recv().unwrap();
     assert!(matches!(notice, Notice::Release(limit) if limit == Duration::from_millis(u64::MAX)));
     assert!(keeper.notices.try_recv().is_err());
+    drop(far);
 }
 
 /// More frames than one look takes: the rest is not forgotten until the next event.
@@ -428,4 +444,5 @@ fn frames_that_are_left_are_work() {
         assert!(queue.is_busy());
         queue.turn();
     }
+    drop(far);
 }
