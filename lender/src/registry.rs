@@ -146,6 +146,8 @@ struct Held {
     vm: VmName,
     generation: Generation,
     since: Instant,
+    /// Its VM goes on over another connection: the device's thread has been asked to end it.
+    superseded: bool,
 }
 
 impl Slot {

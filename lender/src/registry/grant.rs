@@ -42,6 +42,7 @@ impl<'a> Grant<'a> {
             vm: vm.to_owned(),
             generation,
             since: Instant::now(),
+            superseded: false,
         });
         let kept = slot.kept.take();
         Ok(Self {

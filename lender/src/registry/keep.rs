@@ -116,9 +116,9 @@ impl Registry {
         fence: Option<HeldFence>,
         going: Going,
     ) -> Result<(Grant<'a>, GrantedChain), RemoteError> {
-        let records = self.lock();
-        let Records { slots, fences } = &*records;
-        let slot = slots.get(id).ok_or_else(|| unknown(id))?;
+        let mut records = self.lock();
+        let Records { slots, fences } = &mut *records;
+        let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         let medium = slot.medium.ok_or_else(no_medium)?;
         // First: what does not go on is given up, rather than asked for again.
         if let Some(secret) = going.resumes {
@@ -128,9 +128,13 @@ impl Registry {
         slot.check_issued(id, fence)?;
         fences.check(id, vm, fence)?;
         slot.availability.check(id)?;
-        if let (Some(held), true) = (&slot.lease, going.resumes.is_some()) {
+        if let (Some(held), true) = (&mut slot.lease, going.resumes.is_some()) {
             let generation = held.generation;
-            slot.queue.post(DeviceRequest::Supersede { generation })?;
+            // Once: nobody waits for an answer before asking again, so the queue would fill.
+            if !held.superseded {
+                slot.queue.post(DeviceRequest::Supersede { generation })?;
+                held.superseded = true;
+            }
             return Err(RemoteError {
                 kind: ErrorKind::Busy,
                 message: format!(

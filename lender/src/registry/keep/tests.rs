@@ -490,3 +490,22 @@ fn a_device_stays_kept_if_its_thread_does_not_take_the_lease() {
     lender.has_ended(chain, SINCE);
     lender.borrow("b", None).unwrap();
 }
+
+/// While the medium holds its thread up, a borrower may come back more often than requests fit in the
+/// queue.
+#[test]
+fn a_borrower_that_comes_back_again_and_again_leaves_room_for_a_revocation() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, medium(7));
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    for _ in 0..2 * MAX_REQUESTS {
+        let error = lender.borrow("a", Some(chain)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Busy, "{error}");
+    }
+    assert_eq!(lender.requests.try_iter().count(), 1);
+    lender.cut(lease);
+    // Each lease anew.
+    let _ = lender.borrow("a", Some(chain)).unwrap();
+    lender.borrow("a", Some(chain)).unwrap_err();
+    assert_eq!(lender.requests.try_iter().count(), 1);
+}

@@ -6,6 +6,7 @@ use farside_daemon::VmName;
 use farside_lender_protocol::{Availability, Fence, Generation, HeldFence, Revocation, Secret};
 
 use super::host::{is_operator, may};
+use crate::registry::Release;
 
 /// A device in the lender's list, as an operator sees it.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -39,7 +40,7 @@ pub enum Cause {
         secret: Option<Secret>,
     },
     /// The end of a lease.
-    Release(Generation, Revocation),
+    Release(Generation, Release),
     Revoke,
     SetAvailable(bool),
     /// Its generations are larger.
@@ -74,8 +75,21 @@ impl Ledger {
         }
     }
 
-    /// Checks the answer to a revocation, before that of the step.
-    pub fn check_revocation(&self, answer: Revocation) {
+    /// Before the step.
+    pub fn is_available(&self) -> bool {
+        self.before.availability == Some(Availability::Available)
+    }
+
+    /// Before the step.
+    pub fn holder(&self) -> Option<&(VmName, Generation)> {
+        self.before.holder.as_ref()
+    }
+
+    /// Checks the answer to a revocation, before that of the step, of a device that may be `kept`.
+    pub fn check_revocation(&mut self, answer: Revocation, kept: bool) {
+        if kept {
+            self.revoked = Some(Revocation::Ended);
+        }
         let expected = match self.before.holder {
             Some(_) => Revocation::Pending,
             None => self.revoked.unwrap_or(Revocation::NotLent),
@@ -161,7 +175,10 @@ impl Ledger {
                     ..before.clone()
                 };
                 if revoked {
-                    self.revoked = Some(how);
+                    self.revoked = Some(match how {
+                        Release::Over(how) => how,
+                        Release::Cut => Revocation::Released,
+                    });
                     expected.availability = Some(Availability::Unavailable);
                 }
                 assert_eq!(

@@ -7,7 +7,8 @@ use std::{
 
 use farside_daemon::DeviceId;
 use farside_lender_protocol::{
-    Envelope, ErrorKind, Generation, Registers, RemoteError, Reply, Request, Revocation,
+    Envelope, ErrorKind, Generation, MediumLease, Registers, RemoteError, Reply, Request,
+    Revocation,
 };
 
 use super::{
@@ -17,9 +18,12 @@ use super::{
 };
 use crate::{
     input::Input,
-    registry::{DeviceRequest, Lease, Release},
+    registry::{DeviceRequest, GrantedChain, Lease, Release},
     source::Report,
 };
+
+const RELEASED: Release = Release::Over(Revocation::Released);
+const ENDED: Release = Release::Over(Revocation::Ended);
 
 const SEND_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -29,7 +33,7 @@ pub enum State {
     Quiet,
     Leased(Lease),
     /// The lease has to end; DMA may still be in flight.
-    Ending(Lease, Revocation),
+    Ending(Lease, Release),
 }
 
 pub struct Device {
@@ -43,6 +47,8 @@ pub struct Device {
     last: Generation,
     /// The last lease to be revoked.
     revoked: Option<Generation>,
+    /// The last lease whose VM goes on by another connection.
+    superseded: Option<Generation>,
     handovers: Vec<(Generation, SyncSender<Result<(), RemoteError>>)>,
 }
 
@@ -55,6 +61,7 @@ impl Device {
             ended: false,
             last: Generation(0),
             revoked: None,
+            superseded: None,
             handovers: Vec::new(),
         }
     }
@@ -94,6 +101,25 @@ impl Device {
     }
 }
 
+/// The answer to a borrower.
+fn reply(lease: &Lease) -> Reply {
+    let generation = lease.generation;
+    match lease.chain {
+        Some(GrantedChain { secret, .. }) => Reply::Medium(Box::new(MediumLease {
+            generation,
+            chain: secret,
+            model: String::new(),
+            size: 4096,
+            punches_holes: false,
+        })),
+        None => Reply::Lease {
+            generation,
+            registers: Registers::Descriptor,
+            bars: Vec::new(),
+        },
+    }
+}
+
 impl World {
     pub fn jam_device(&mut self, input: &mut Input<'_>) {
         let device = &mut self.devices[usize::from(input.u8()) % DEVICES.len()];
@@ -115,16 +141,14 @@ impl World {
                 assert!(matches!(device.state, State::Quiet), "two holders");
                 let ledger = &self.ledgers[at];
                 assert!(lease.generation > ledger.answered, "of a fenced VM");
-                let reply = Reply::Lease {
-                    generation: lease.generation,
-                    registers: Registers::Descriptor,
-                    bars: Vec::new(),
-                };
                 device.last = lease.generation;
+                let reply = reply(&lease);
                 let sent = lease.connection.send(&reply, &[], SEND_TIMEOUT);
-                device.state = match sent {
-                    Ok(()) => State::Leased(lease),
-                    Err(_) => State::Ending(lease, Revocation::Released),
+                let goes_on = lease.chain.is_some_and(|chain| chain.goes_on);
+                device.state = match (sent, goes_on) {
+                    (Ok(()), _) => State::Leased(lease),
+                    (Err(_), true) => State::Ending(lease, Release::Cut),
+                    (Err(_), false) => State::Ending(lease, RELEASED),
                 };
             }
             Ok(DeviceRequest::HandOver { fence, reply }) => device.keep(fence, reply),
@@ -136,8 +160,10 @@ impl World {
                 assert!(generation <= device.last, "overtook the lease that it ends");
                 device.revoked = Some(generation);
             }
-            // No lease of a medium is asked for.
-            Ok(DeviceRequest::Supersede { .. }) => unreachable!("no lease is to go on"),
+            Ok(DeviceRequest::Supersede { generation }) => {
+                assert!(generation <= device.last, "overtook the lease that it ends");
+                device.superseded = Some(generation);
+            }
             Ok(DeviceRequest::End(_)) => {
                 assert!(matches!(device.state, State::Quiet), "removed with a lease");
                 device.ended = true;
@@ -149,25 +175,37 @@ impl World {
             Err(_) => match std::mem::replace(&mut device.state, State::Quiet) {
                 State::Quiet => {}
                 State::Leased(mut lease) => {
-                    let returned = match lease.connection.try_receive::<Envelope>() {
-                        Ok(Some((envelope, _))) => matches!(envelope.request, Request::Return),
-                        Ok(None) => false,
-                        Err(_) => true,
+                    let gone = match lease.chain {
+                        Some(_) => Release::Cut,
+                        None => RELEASED,
                     };
-                    let revoked = device.revoked == Some(lease.generation);
-                    device.state = match (returned, revoked) {
-                        (true, _) => State::Ending(lease, Revocation::Released),
-                        // Its time is over.
-                        (false, true) => State::Ending(lease, Revocation::Ended),
-                        (false, false) => State::Leased(lease),
+                    let ended = match lease.connection.try_receive::<Envelope>() {
+                        Ok(Some((envelope, _))) => {
+                            matches!(envelope.request, Request::Return).then_some(RELEASED)
+                        }
+                        Ok(None) => None,
+                        Err(_) => Some(gone),
+                    };
+                    let generation = Some(lease.generation);
+                    // Its time is over, or its VM has come back.
+                    let ended = ended.or(match (device.revoked, device.superseded) {
+                        (revoked, _) if revoked == generation => Some(ENDED),
+                        (_, superseded) if superseded == generation => Some(Release::Cut),
+                        _ => None,
+                    });
+                    device.state = match ended {
+                        Some(how) => State::Ending(lease, how),
+                        None => State::Leased(lease),
                     };
                 }
                 State::Ending(lease, how) if device.jammed => {
                     device.state = State::Ending(lease, how);
                 }
                 State::Ending(lease, how) => {
-                    self.registry
-                        .release(&id, lease.generation, Release::Over(how));
+                    self.registry.release(&id, lease.generation, how);
+                    if how != Release::Cut || !self.ledgers[at].is_available() {
+                        self.chains.end(at);
+                    }
                     let cause = Cause::Release(lease.generation, how);
                     self.cause = Some((at, cause));
                 }
@@ -176,7 +214,7 @@ impl World {
         if device.answer_handovers() {
             let state = std::mem::replace(&mut device.state, State::Quiet);
             device.state = match state {
-                State::Leased(lease) => State::Ending(lease, Revocation::Ended),
+                State::Leased(lease) => State::Ending(lease, ENDED),
                 other => other,
             };
         }

@@ -135,18 +135,26 @@ impl World {
         let id: DeviceId = name(DEVICES[device]);
         let mut migration = None;
         let request = match kind % 16 {
-            0..=6 => Request::Borrow {
-                device: id,
-                transport: match choice >> 2 & 7 {
-                    0 => Transport::SharedMemory,
-                    _ => Transport::Ntb,
-                },
-                fence: {
-                    let claimed = self.connections[at].vm.as_deref();
-                    let vm = VMS.iter().position(|vm| claimed == Some(vm)).unwrap_or(vm);
-                    self.fence(host, vm, device, choice >> 5)
-                },
-            },
+            0..=6 => {
+                let claimed = self.connections[at].vm.as_deref();
+                let vm = VMS.iter().position(|vm| claimed == Some(vm)).unwrap_or(vm);
+                let fence = self.fence(host, vm, device, choice >> 5);
+                match (kind % 16, choice >> 2 & 7) {
+                    // Refused, for users of the lender's host.
+                    (0, _) => self.medium_request(device, VMS[vm], fence, input.u8()),
+                    (1..=4, _) if identity(host).is_network() => {
+                        self.medium_request(device, VMS[vm], fence, input.u8())
+                    }
+                    (_, local) => Request::Borrow {
+                        device: id,
+                        transport: match local {
+                            0 => Transport::SharedMemory,
+                            _ => Transport::Ntb,
+                        },
+                        fence,
+                    },
+                }
+            }
             7..=8 => {
                 let known = self.hosts[host].migrations.len();
                 let index = match usize::from(choice >> 5) {

@@ -1,10 +1,12 @@
 //! A lender's records of leases, fences and rights, under hosts that borrow, migrate, repeat
-//! themselves and lie, connections that break, and a lender that crashes between any two steps.
+//! themselves and lie, connections that break, media that fail or are exchanged, and a lender that crashes
+//! between any two steps.
 //!
 //! Drives the lender's own `requests`, `registry`, `fences` and `access`, with its messages over
 //! real sockets; the devices' threads take their messages in an order that the input chooses.
 //! `check` has the invariants. Input: a list of steps, see [`run`].
 
+mod chains;
 mod check;
 mod device;
 mod host;
@@ -35,11 +37,12 @@ pub fn run(input: &[u8]) {
             25 => world.disconnect(&mut input),
             26 | 27 => world.tell_destination(&mut input),
             28 => world.repeat(&mut input),
+            29 if input.u8() < 64 => world.fail_flush(&mut input),
             29 => world.jam_device(&mut input),
             30 => world.raw_request(&mut input),
             // Seldom: all connections end with it.
             _ if input.u8() < 24 => world.crash(&mut input),
-            _ => {}
+            _ => world.come_back(&mut input),
         }
         world.check();
     }

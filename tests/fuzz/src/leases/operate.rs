@@ -9,6 +9,7 @@ use farside_lender_protocol::{
 };
 
 use super::{
+    chains::image,
     check::Cause,
     device::Device,
     host::{DEVICES, OPERATOR, borrowers, is_operator},
@@ -26,6 +27,7 @@ pub fn add_device(
     registry: &Registry,
     at: usize,
     generation: Generation,
+    medium: u8,
 ) -> Result<Device, RemoteError> {
     let (sender, requests) = sync_channel(MAX_REQUESTS);
     let queue = RequestQueue::new(sender, Wakeup::new().expect("an eventfd"));
@@ -36,6 +38,7 @@ pub fn add_device(
     };
     let access = Access::new(&id, OPERATOR, borrowers(at));
     registry.add(&id, "model", described, queue, access, generation)?;
+    registry.set_medium(&id, image(medium));
     Ok(Device::new(requests))
 }
 
@@ -62,21 +65,29 @@ impl World {
                 // The requester waits no longer than that.
                 let limit = Duration::from_millis(limit_ms % 1000);
                 let revoked = self.registry.revoke(&id, limit, Duration::ZERO)?;
-                self.ledgers[at].check_revocation(revoked);
+                let kept =
+                    self.ledgers[at].holder().is_none() && self.chains.kept_for(at).is_some();
+                self.ledgers[at].check_revocation(revoked, kept);
+                self.chains.end(at);
                 (Reply::Revocation(revoked), Cause::Revoke)
             }
             Request::SetAvailable { available, .. } => {
                 self.registry.set_available(&id, available)?;
+                if !available && self.ledgers[at].holder().is_none() {
+                    self.chains.end(at);
+                }
                 (Reply::Done, Cause::SetAvailable(available))
             }
             Request::RemoveDevice { .. } => {
                 // The requester waits for the end of the thread.
                 drop(self.registry.remove(&id)?);
+                self.chains.end(at);
                 (Reply::Done, Cause::Remove)
             }
             _ => {
                 let generation = self.clock(0);
-                let device = add_device(&self.registry, at, generation)?;
+                let medium = self.chains.media[at];
+                let device = add_device(&self.registry, at, generation, medium)?;
                 // The thread before has closed the medium.
                 while !self.devices[at].ended {
                     self.step(at);

@@ -10,6 +10,7 @@ use farside_lender_protocol::{
 use tempfile::TempDir;
 
 use super::{
+    chains::Chains,
     check::{Cause, Ledger, Shown},
     device::Device,
     host::{DEVICES, HOSTS, Host, OPERATOR_HOST, VMS, identity, is_operator, may},
@@ -18,7 +19,7 @@ use super::{
 use crate::{
     fences::FenceBook,
     input::Input,
-    registry::{Lease, Registry, Release, Viewer},
+    registry::{Going, Grant, GrantedChain, Lease, Registry, Release, Viewer},
     requests::{self, Answer, Borrow, Peer, Pending, viewer},
 };
 
@@ -66,6 +67,7 @@ pub struct World {
     pub(super) ledgers: Vec<Ledger>,
     /// The change that this step may have made: device, cause.
     pub(super) cause: Option<(usize, Cause)>,
+    pub(super) chains: Chains,
     file: PathBuf,
     /// The number of secrets that hosts have made.
     pub(super) secrets: u64,
@@ -78,7 +80,8 @@ impl World {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => panic!("{error}"),
             _ => {}
         }
-        let (registry, devices) = start_lender(&file, Generation(1));
+        let chains = Chains::new();
+        let (registry, devices) = start_lender(&file, Generation(1), &chains);
         Self {
             name: name("lender"),
             registry,
@@ -87,6 +90,7 @@ impl World {
             hosts: (0..HOSTS).map(|_| Host::default()).collect(),
             ledgers: DEVICES.iter().map(|_| Ledger::new()).collect(),
             cause: None,
+            chains,
             file,
             secrets: 0,
         }
@@ -94,32 +98,37 @@ impl World {
 
     /// A host connects, and sends Hello.
     pub fn connect(&mut self, input: &mut Input<'_>) {
+        let choice = input.u8();
+        let vm = VMS.get(usize::from(choice >> 4) % 3);
+        self.open(usize::from(choice) % HOSTS, vm.copied());
+    }
+
+    /// Returns the connection, unless there are too many.
+    pub(super) fn open(&mut self, host: usize, vm: Option<&str>) -> Option<usize> {
         if self.connections.len() == MAX_CONNECTIONS {
             self.connections.retain(|connection| {
                 connection.client.is_some() || !matches!(connection.end, End::Gone)
             });
             if self.connections.len() == MAX_CONNECTIONS {
-                return;
+                return None;
             }
         }
-        let choice = input.u8();
         let (client, end) = Channel::pair().expect("a pair of sockets");
         self.connections.push(Connection {
-            host: usize::from(choice) % HOSTS,
+            host,
             client: Some(client),
             end: End::Idle(end, None),
             vm: None,
             device: None,
             asked: VecDeque::new(),
         });
-        let vm = VMS.get(usize::from(choice >> 4) % 3);
-        let vm = vm.map(|&vm| vm.to_owned());
         let hello = Request::Hello {
             version: VERSION,
-            vm,
+            vm: vm.map(str::to_owned),
         };
         let last = self.connections.len() - 1;
         self.post(last, hello, None);
+        Some(last)
     }
 
     pub(super) fn pick(&self, input: &mut Input<'_>) -> Option<usize> {
@@ -291,7 +300,7 @@ impl World {
             vm,
             transport,
             fence,
-            going: _,
+            going,
         } = borrow;
         let host = self.connections[at].host;
         let cause = Cause::Borrow {
@@ -299,9 +308,13 @@ impl World {
             vm: vm.clone(),
             shown: fence,
         };
-        self.cause = index(&device).map(|index| (index, cause));
-        let error = match self.registry.grant(&device, &vm, fence) {
-            Ok(grant) => {
+        let index = index(&device);
+        self.cause = index.map(|index| (index, cause));
+        let resumes = going.and_then(|going| going.resumes);
+        let error = match grant(&self.registry, &device, &vm, fence, going) {
+            Ok((grant, chain)) => {
+                let index = index.expect("a device");
+                self.chains.begin(index, &vm, resumes, chain);
                 let generation = grant.generation();
                 let lease = Lease {
                     connection: channel,
@@ -309,13 +322,16 @@ impl World {
                     generation,
                     transport,
                     bar_memory: Vec::new(),
-                    chain: None,
+                    chain,
                 };
                 grant.post(lease).expect("the device's thread has room");
                 return End::Gone;
             }
             Err(error) => error,
         };
+        if let Some(index) = index {
+            self.chains.check_refusal(index, &vm, resumes, &error);
+        }
         self.reply(at, channel, peer, Err(error))
     }
 
@@ -361,7 +377,8 @@ impl World {
             _ => {}
         }
         let bytes = postcard::to_stdvec(reply).expect("it can be encoded");
-        for secret in self.ledgers.iter().flat_map(Ledger::secrets) {
+        let fences = self.ledgers.iter().flat_map(Ledger::secrets);
+        for secret in fences.chain(self.chains.secrets()) {
             let text = String::from(secret);
             let mut windows = bytes.windows(text.len());
             assert!(!windows.any(|bytes| bytes == text.as_bytes()), "a secret");
@@ -372,7 +389,8 @@ impl World {
     pub fn crash(&mut self, input: &mut Input<'_>) {
         self.connections.clear();
         let clock = self.clock(input.u8());
-        (self.registry, self.devices) = start_lender(&self.file, clock);
+        self.chains.restart(input.u8());
+        (self.registry, self.devices) = start_lender(&self.file, clock, &self.chains);
         for (at, shown) in self.shown().into_iter().enumerate() {
             self.ledgers[at].check_restart(shown);
             self.ledgers[at].issued = clock;
@@ -420,9 +438,30 @@ impl World {
                 assert_eq!(shown.holder, held, "the record is of another lease");
             }
             let cause = cause.map_or(Cause::Nothing, |(_, cause)| cause);
+            let is_handover = matches!(cause, Cause::Handover { .. });
+            let issued = self.ledgers[at].issued;
             self.ledgers[at].check(at, shown, cause);
+            // Not by a repeated one.
+            if is_handover && self.ledgers[at].issued > issued {
+                self.chains.end(at);
+            }
         }
         assert!(cause.is_none());
+        self.check_kept();
+    }
+
+    fn check_kept(&self) {
+        for (at, device) in DEVICES.into_iter().enumerate() {
+            // Not of a device that has been removed.
+            if let Some(entry) = self.registry.borrowers_entry(&name(device)) {
+                let expected = match entry.borrowed_by {
+                    Some(_) => None,
+                    None => self.chains.kept_for(at),
+                };
+                let kept = entry.kept.map(|kept| kept.vm);
+                assert_eq!(kept.as_ref(), expected, "{device} is kept");
+            }
+        }
     }
 
     /// All hosts disconnect, the devices' DMA stops, and an operator ends the reservations: then
@@ -460,8 +499,10 @@ impl World {
         }
         for (at, device) in DEVICES.into_iter().enumerate() {
             let id: DeviceId = name(device);
-            let available = self.registry.set_available(&id, true);
-            available.expect("an operator makes devices available");
+            for available in [false, true] {
+                let set = self.registry.set_available(&id, available);
+                set.expect("an operator sets the availability of devices");
+            }
             let ended = self.registry.end_reservation(&id, None, true);
             ended.expect("an operator ends reservations");
             assert!(!self.shown()[at].fences.values().any(|fence| fence.reserved));
@@ -476,6 +517,25 @@ impl World {
                 self.registry
                     .release(&id, generation, Release::Over(Revocation::Released));
             }
+        }
+    }
+}
+
+fn grant<'a>(
+    registry: &'a Registry,
+    device: &'a DeviceId,
+    vm: &VmName,
+    fence: Option<HeldFence>,
+    going: Option<Going>,
+) -> Result<(Grant<'a>, Option<GrantedChain>), RemoteError> {
+    match going {
+        Some(going) => {
+            let granted = registry.grant_medium(device, vm, fence, going);
+            granted.map(|(grant, chain)| (grant, Some(chain)))
+        }
+        None => {
+            let granted = registry.grant(device, vm, fence);
+            granted.map(|grant| (grant, None))
         }
     }
 }
@@ -516,10 +576,17 @@ pub(super) fn name<T: std::str::FromStr<Err: std::fmt::Debug>>(name: &str) -> T 
 }
 
 /// A lender that has read its file. The generations that it issues are larger than `generation`.
-fn start_lender(file: &std::path::Path, generation: Generation) -> (Registry, Vec<Device>) {
+fn start_lender(
+    file: &std::path::Path,
+    generation: Generation,
+    chains: &Chains,
+) -> (Registry, Vec<Device>) {
     let fences = FenceBook::load(Some(file.to_owned())).expect("its own file");
-    let registry = Registry::new(fences);
-    let add = |at| add_device(&registry, at, generation).expect("it has another id");
+    let registry = Registry::new(fences).keeping(chains.keep);
+    let add = |at| {
+        let device = add_device(&registry, at, generation, chains.media[at]);
+        device.expect("it has another id")
+    };
     let devices = (0..DEVICES.len()).map(add).collect();
     (registry, devices)
 }
