@@ -8,6 +8,7 @@
 mod attacks;
 mod kills;
 mod moves;
+mod network;
 
 use farside_tests::{
     SHORT, Weight, trial,
@@ -33,7 +34,8 @@ fn main() {
         moves::a_host_that_was_left_does_not_get_the_drive_whatever_it_does,
         moves::a_vm_moves_back_and_forth_with_its_drive,
         moves::the_lender_may_be_one_of_the_two_hosts,
-        moves::a_drive_borrowed_over_the_network_moves_with_its_vm,
+        network::a_drive_moves_with_its_vm,
+        network::a_guest_outlasts_a_cut_longer_than_its_drivers_limit,
         attacks::two_migrations_at_once_are_one,
         attacks::both_hosts_go_on_at_once_and_one_has_the_vm,
         attacks::garbage_for_the_agent_changes_nothing,

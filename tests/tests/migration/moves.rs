@@ -177,46 +177,6 @@ pub fn the_lender_may_be_one_of_the_two_hosts(stage: &Stage) -> Result<Completio
     Ok(Completion::Completed)
 }
 
-/// The drive is borrowed over the network, with TLS, from one of the two hosts.
-pub fn a_drive_borrowed_over_the_network_moves_with_its_vm(stage: &Stage) -> Result<Completion> {
-    let ca = crate::stage::shown(&stage.path("b", "ca"));
-    stage.ok("b", &["pki", "init", "--directory", &ca])?;
-    for (host, address) in [("a", "10.99.0.1"), ("b", "10.99.0.2")] {
-        let to = crate::stage::shown(&stage.path(host, "etc/pki"));
-        let issue = ["pki", "issue", host, "--directory", &ca, "--output", &to];
-        stage.ok("b", &[&issue[..], &["--address", address]].concat())?;
-    }
-    let image = stage.path("b", "disk0.img");
-    fs::File::create(&image)?.set_len(64 << 20)?;
-    let drive = format!("disk0={}", crate::stage::shown(&image));
-    let address = "tls:10.99.0.2:7410";
-    let mut lend = vec![
-        "lend", "--name", "rack1", "--nvme", &drive, "--listen", address,
-    ];
-    lend.extend(["--borrower", "host=a", "--borrower", "host=b"]);
-    let lender = Daemon::start("the lender", stage.command("b", &lend)?)?;
-    lender.wait_log(address, crate::SHORT)?;
-    let text = stage.description()?;
-    let third = crate::stage::shown(&stage.lender_socket());
-    stage.describe(&text.replace(&third, address))?;
-
-    stage.ok("a", &["start", VM])?;
-    let mut chain = Chain::default();
-    let guest = stage.guest()?;
-    chain.grow(&guest)?;
-    lender.wait_log("lent over the network", crate::SHORT)?;
-    stage.ok("a", &["migrate", VM, "--to", "b"])?;
-    let guest = stage.guest()?;
-    chain.verify(&guest)?;
-    chain.grow(&guest)?;
-    stage.ok("b", &["migrate", VM, "--to", "a"])?;
-    let guest = stage.guest()?;
-    chain.verify(&guest)?;
-    ensure!(stage.running()? == ["a"], "{:?}", stage.running());
-    stage.refused("b", &["start", VM], &["has moved to"])?;
-    Ok(Completion::Completed)
-}
-
 pub fn what_cannot_move_is_refused_and_runs_on(stage: &Stage) -> Result<Completion> {
     let text = stage.description()?;
     stage.refused("a", &["migrate", VM, "--to", "b"], &["lender"])?;

@@ -1,0 +1,94 @@
+//! A VM whose drive is borrowed over the network, with TLS, from one of the two hosts.
+
+use std::{fs, time::Duration};
+
+use anyhow::{Context, Result, ensure};
+use farside_tests::Daemon;
+use libtest_mimic::Completion;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::stage::{Chain, Stage, VM, shown};
+
+/// The time limit of the guest's driver, in milliseconds, and how long its lender is silent: several times that, and
+/// longer than a silent connection counts as one.
+const DRIVERS_LIMIT: u32 = 4000;
+const SILENCE: Duration = Duration::from_secs(20);
+
+/// Starts a lender on host `b`, from which the VM borrows.
+fn lend(stage: &Stage) -> Result<Daemon> {
+    let ca = shown(&stage.path("b", "ca"));
+    stage.ok("b", &["pki", "init", "--directory", &ca])?;
+    for (host, address) in [("a", "10.99.0.1"), ("b", "10.99.0.2")] {
+        let to = shown(&stage.path(host, "etc/pki"));
+        let issue = ["pki", "issue", host, "--directory", &ca, "--output", &to];
+        stage.ok("b", &[&issue[..], &["--address", address]].concat())?;
+    }
+    let image = stage.path("b", "disk0.img");
+    fs::File::create(&image)?.set_len(64 << 20)?;
+    let drive = format!("disk0={}", shown(&image));
+    let address = "tls:10.99.0.2:7410";
+    let mut lend = vec![
+        "lend", "--name", "rack1", "--nvme", &drive, "--listen", address,
+    ];
+    lend.extend(["--borrower", "host=a", "--borrower", "host=b"]);
+    let lender = Daemon::start("the lender", stage.command("b", &lend)?)?;
+    lender.wait_log(address, crate::SHORT)?;
+    let text = stage.description()?;
+    let third = shown(&stage.lender_socket());
+    stage.describe(&text.replace(&third, address))?;
+    Ok(lender)
+}
+
+pub fn a_drive_moves_with_its_vm(stage: &Stage) -> Result<Completion> {
+    let lender = lend(stage)?;
+    stage.ok("a", &["start", VM])?;
+    let mut chain = Chain::default();
+    let guest = stage.guest()?;
+    chain.grow(&guest)?;
+    lender.wait_log("lent over the network", crate::SHORT)?;
+    stage.ok("a", &["migrate", VM, "--to", "b"])?;
+    let guest = stage.guest()?;
+    chain.verify(&guest)?;
+    chain.grow(&guest)?;
+    stage.ok("b", &["migrate", VM, "--to", "a"])?;
+    let guest = stage.guest()?;
+    chain.verify(&guest)?;
+    ensure!(stage.running()? == ["a"], "{:?}", stage.running());
+    stage.refused("b", &["start", VM], &["has moved to"])?;
+    Ok(Completion::Completed)
+}
+
+/// Its driver resets the controller meanwhile, which needs no lender.
+pub fn a_guest_outlasts_a_cut_longer_than_its_drivers_limit(stage: &Stage) -> Result<Completion> {
+    let _lender = lend(stage)?;
+    stage.ok("a", &["start", VM])?;
+    let mut chain = Chain::default();
+    let guest = stage.guest()?;
+    chain.grow(&guest)?;
+    let limit = format!("echo {DRIVERS_LIMIT} >/sys/block/nvme0n1/queue/io_timeout");
+    guest.exec_ok(&limit, crate::SHORT)?;
+    let signal = |signal| -> Result<()> {
+        for pid in stage.processes("b", &["farside"])? {
+            let pid = Pid::from_raw(pid).context("a process id")?;
+            kill_process(pid, signal)?;
+        }
+        Ok(())
+    };
+    signal(Signal::STOP)?;
+    let write = "dd if=/dev/zero of=/dev/nvme0n1 bs=4096 seek=8192 count=64 oflag=direct 2>/tmp/dd; echo $? >/tmp/dd-ended";
+    let write = format!("({write}) >/dev/null 2>&1 &");
+    guest.exec_ok(&write, crate::SHORT)?;
+    std::thread::sleep(SILENCE);
+    let waits = guest.exec_ok("ls /tmp/dd-ended || echo waits", crate::SHORT)?;
+    ensure!(waits.contains("waits"), "I/O without a lender: {waits}");
+    signal(Signal::CONT)?;
+    guest.wait_path("/tmp/dd-ended", crate::SHORT)?;
+    let ended = guest.exec_ok("cat /tmp/dd-ended /tmp/dd; dmesg | grep nvme", crate::SHORT)?;
+    ensure!(ended.starts_with("0\n"), "{ended}");
+    ensure!(
+        ended.contains("reset controller"),
+        "the driver has not reset: {ended}"
+    );
+    chain.verify(&guest)?;
+    Ok(Completion::Completed)
+}
