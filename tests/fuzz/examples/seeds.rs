@@ -417,6 +417,7 @@ fn main() -> std::io::Result<()> {
         ("leases", steps()),
         ("lender_messages", lender_messages()),
         ("lender_stream", steps()),
+        ("medium", steps()),
         ("message_sequences", messages()),
         ("migrations", migrations()),
         ("nvme", steps()),

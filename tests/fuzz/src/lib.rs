@@ -18,6 +18,7 @@ mod irqs;
 mod leases;
 mod lender_messages;
 mod lender_stream;
+mod medium;
 mod messages;
 mod migrations;
 mod nvme_driver;
@@ -28,7 +29,7 @@ mod register_tokens;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 15] = [
+pub const TARGETS: [Target; 16] = [
     ("admin", admin::run),
     ("backend", backend::run),
     ("config_files", config_files::run),
@@ -39,6 +40,7 @@ pub const TARGETS: [Target; 15] = [
     ("leases", leases::run),
     ("lender_messages", lender_messages::run),
     ("lender_stream", lender_stream::run),
+    ("medium", medium::run),
     ("message_sequences", messages::run),
     ("migrations", migrations::run),
     ("nvme", nvme_driver::run),

@@ -56,6 +56,7 @@ targets! {
     leases
     lender_messages
     lender_stream
+    medium
     message_sequences
     migrations
     nvme
