@@ -16,7 +16,8 @@ const END: Duration = Duration::from_secs(10);
 ///
 /// Its guest is asked to release it, as by `farside detach`. If the guest does not within the
 /// limit, the lender ends the lease, and the guest finds the device gone. Then no VM can
-/// borrow the device until `farside devices --available DEVICE`.
+/// borrow the device until `farside devices --available DEVICE`. A device that is kept for a VM
+/// whose connection was cut is kept no longer.
 ///
 /// Only root and the lender's own user can do this, on the lender's host. A revocation goes on if
 /// this command is killed; the same command waits for it again, and with a shorter limit ends it
@@ -46,7 +47,10 @@ pub(crate) fn run(args: &Revoke) -> anyhow::Result<()> {
     let mut client = Client::connect(&lender, None)?;
     let devices = client.devices()?;
     let entry = devices.into_iter().find(|entry| entry.id == *device);
-    let vm = entry.and_then(|entry| entry.borrowed_by).map(|by| by.vm);
+    let (vm, kept) = entry.map_or((None, None), |entry| {
+        let borrower = entry.borrowed_by.map(|by| by.vm);
+        (borrower, entry.kept.map(|kept| kept.vm))
+    });
     let vm = vm.map_or(String::new(), |vm| format!(" of VM {vm}"));
     let (begin, limit) = (Instant::now(), Duration::from_secs(*limit));
     let waiting = Waiting::new(format!(
@@ -68,12 +72,13 @@ pub(crate) fn run(args: &Revoke) -> anyhow::Result<()> {
     };
     drop(waiting);
     let took = begin.elapsed().as_secs_f64();
-    let how = match revocation {
-        Revocation::Pending | Revocation::NotLent => format!("{device} was not lent"),
-        Revocation::Released => {
+    let how = match (revocation, kept) {
+        (Revocation::Ended, Some(kept)) => format!("{device} is no longer kept for VM {kept}"),
+        (Revocation::Pending | Revocation::NotLent, _) => format!("{device} was not lent"),
+        (Revocation::Released, _) => {
             format!("{device} is back: the guest{vm} released it in {took:.1} s")
         }
-        Revocation::Ended => format!(
+        (Revocation::Ended, None) => format!(
             "{device} is back: the guest{vm} did not release it, and the lender ended the lease after {took:.1} s"
         ),
     };

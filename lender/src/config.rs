@@ -413,6 +413,26 @@ mod tests {
     }
 
     #[test]
+    fn devices_are_kept_for_ten_minutes_or_as_configured() {
+        for (text, seconds) in [
+            ("", 600),
+            ("keep-at-most = 0", 0),
+            ("keep-at-most = 90", 90),
+        ] {
+            let config: Config = toml::from_str(text).unwrap();
+            assert_eq!(config.keep_at_most, seconds, "{text}");
+        }
+        for bad in [
+            "keep-at-most = -1",
+            "keep-at-most = \"5 min\"",
+            "keep-for = 5",
+        ] {
+            let error = toml::from_str::<Config>(bad).unwrap_err().to_string();
+            assert!(error.contains("keep-"), "{error}");
+        }
+    }
+
+    #[test]
     fn a_second_device_of_one_id_gets_its_own_hint() {
         let twice = "[[device]]\nid = \"a\"\nmodel.dma-test = {}\n".repeat(2);
         let config: Config = toml::from_str(&twice).unwrap();

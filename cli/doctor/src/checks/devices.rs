@@ -75,6 +75,11 @@ fn of_device(vm: &VmFacts, id: &str, lent: &[(&Address, &DeviceEntry)]) -> Optio
         let why = "the VM's QEMU is refused when it connects to the device";
         return Some(Finding::note(CHECK, refusal.message, why).of_vm(&vm.name));
     }
+    if let Some(kept) = device.kept.as_ref().filter(|kept| kept.vm != *vm.name) {
+        let what = kept.refusal(&device.id).message;
+        let why = "the VM's QEMU is refused when it connects to the device";
+        return Some(Finding::note(CHECK, what, why).of_vm(&vm.name));
+    }
     let by = device.borrowed_by.as_ref().filter(|by| by.vm != *vm.name)?;
     let what = format!("VM {} has borrowed {id}", by.vm);
     let why = "a device has one borrower at a time: this VM gets it when that one has returned it";
@@ -88,7 +93,7 @@ fn of_device(vm: &VmFacts, id: &str, lent: &[(&Address, &DeviceEntry)]) -> Optio
 
 #[cfg(test)]
 mod tests {
-    use farside_lender_protocol::{Availability, BorrowedBy, Generation};
+    use farside_lender_protocol::{Availability, BorrowedBy, Generation, KeptFor};
 
     use super::*;
     use crate::{
@@ -147,6 +152,19 @@ mod tests {
         away.availability = Availability::Unavailable;
         let found = with(vec![lender("/a", &[away]), other.clone()]);
         says(found, Level::Note, "disk0 is unavailable");
+        let kept_for = |vm: &str| {
+            let mut kept = entry("disk0", None);
+            kept.kept = Some(KeptFor {
+                vm: vm.parse().unwrap(),
+                seconds: 3,
+                left: 297,
+            });
+            lender("/a", &[kept])
+        };
+        let found = with(vec![kept_for("db"), other.clone()]);
+        says(found, Level::Note, "disk0 is kept for VM db");
+        let found = with(vec![kept_for("web1"), other.clone()]);
+        says(found, Level::Ok, "disk0");
         let theirs = lender("/a", &[entry("disk0", Some("db"))]);
         let said = says(
             with(vec![theirs, other]),
