@@ -75,15 +75,16 @@ pub fn lender_socket() -> PathBuf {
     runtime_dir().join("lender.sock")
 }
 
+/// The directory of what all users of this host share: `$FARSIDE_CONFIG_DIR`, else
+/// `/etc/farside`.
+pub fn host_config_dir() -> PathBuf {
+    from("FARSIDE_CONFIG_DIR").map_or_else(|| "/etc/farside".into(), Into::into)
+}
+
 /// The directory of this host's certificates: `$FARSIDE_PKI_DIR`, else `pki` in
-/// `$FARSIDE_CONFIG_DIR`, else `/etc/farside/pki`.
+/// [`host_config_dir`].
 pub fn pki_dir() -> PathBuf {
-    let from = |name| env::var_os(name).filter(|value| !value.is_empty());
-    match (from("FARSIDE_PKI_DIR"), from("FARSIDE_CONFIG_DIR")) {
-        (Some(dir), _) => dir.into(),
-        (None, Some(dir)) => PathBuf::from(dir).join("pki"),
-        (None, None) => "/etc/farside/pki".into(),
-    }
+    from("FARSIDE_PKI_DIR").map_or_else(|| host_config_dir().join("pki"), Into::into)
 }
 
 /// The directory of one VM's backend's sockets.

@@ -2,17 +2,18 @@
 
 use std::path::PathBuf;
 
-use farside_daemon::VmName;
 pub use farside_daemon::paths::{config_dir, state_dir};
+use farside_daemon::{VmName, paths};
 
 /// A VM configuration: `vm/NAME.toml` in [`config_dir`].
 pub fn description(vm: &VmName) -> PathBuf {
     config_dir().join("vm").join(format!("{vm}.toml"))
 }
 
-/// The list of the lenders that this host knows: `lenders.toml` in [`config_dir`].
+/// The list of the lenders that this host knows: `lenders.toml` in
+/// [`host_config_dir`](paths::host_config_dir), whoever asks.
 pub fn known_lenders() -> PathBuf {
-    config_dir().join("lenders.toml")
+    paths::host_config_dir().join("lenders.toml")
 }
 
 /// The state of one VM: `vm/NAME` in [`state_dir`].

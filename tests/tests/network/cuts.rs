@@ -152,10 +152,12 @@ pub fn a_drive_that_is_out_of_reach_for_too_long_is_given_up(stage: &mut Stage) 
     stage
         .daemon(backend)
         .wait_log("takes it back within", SHORT)?;
-    // Another VM may have it then.
+    // Another VM may have it then, once the lender has noticed the silence and its time is over.
     stage.join()?;
     stage.wait("disk0 free", |stage| {
-        Ok(kept_for(stage)?.is_none().then_some(()))
+        let status = stage.far_status()?.0;
+        let entry = &status.lent("disk0").context("no disk0")?.entry;
+        Ok((entry.borrowed_by.is_none() && entry.kept.is_none()).then_some(()))
     })?;
     stage.serve("web2", 60)?;
     stage.boot("web2")?.step("io 1M")?;

@@ -172,10 +172,10 @@ fn lends_and_serves(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
          answered() {
              timeout 120 sh -c \"until farside $1 > $2 2> /dev/null; do kill -0 $3 || exit 1; done\"
          }
-         $user farside lend --config /etc/farside/lender.toml 2> /tmp/lend.log &
+         $user farside lend --config /etc/farside/lender.toml > /tmp/lend.log 2>&1 &
          lend=$!
          answered devices /tmp/devices $lend
-         $user farside serve --vm web1 --config /etc/farside/vm/web1.toml 2> /tmp/serve.log &
+         $user farside serve --vm web1 --config /etc/farside/vm/web1.toml > /tmp/serve.log 2>&1 &
          serve=$!
          answered 'status --vm web1' /tmp/status $serve
          cat /tmp/devices /tmp/status
