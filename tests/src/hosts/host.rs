@@ -57,15 +57,24 @@ impl Host {
 
     /// Starts `farside lend`, and waits until it listens.
     pub(super) fn lend(&self, args: &str) -> Result<Service<'_>> {
-        let socket = format!("{RUNTIME}/lender.sock");
-        self.start("lender", &format!("lend {args}"), &socket)
+        self.start_lender(&format!("lend {args}"))
     }
 
     /// Starts `farside serve` for `vm`, and waits until it serves `device`.
     pub(super) fn serve(&self, vm: &str, device: &str, args: &str) -> Result<Service<'_>> {
         // An emulated host under load pins memory slowly.
         let args = format!("serve --vm {vm} --device {device} --open-timeout 100 {args}");
-        self.start(&format!("backend-{vm}"), &args, &socket(vm, device))
+        self.start_backend(vm, device, &args)
+    }
+
+    /// Starts `farside` with `args`, a lender, and waits until it listens.
+    pub(super) fn start_lender(&self, args: &str) -> Result<Service<'_>> {
+        self.start("lender", args, &format!("{RUNTIME}/lender.sock"))
+    }
+
+    /// Starts `farside` with `args`, a backend of `vm`, and waits until it serves `device`.
+    pub(super) fn start_backend(&self, vm: &str, device: &str, args: &str) -> Result<Service<'_>> {
+        self.start(&format!("backend-{vm}"), args, &socket(vm, device))
     }
 
     fn start(&self, name: &str, args: &str, socket: &str) -> Result<Service<'_>> {
@@ -77,6 +86,7 @@ impl Host {
         let command = format!(
             "echo $$ >/run/{name}.pid
             export FARSIDE_RUNTIME_DIR={RUNTIME}
+            cd /tmp
             exec farside {args} >{log} 2>&1"
         );
         let service = Service {

@@ -1,8 +1,9 @@
 //! An image of one host, lent to a guest of another over the network: nothing else joins the two.
+//! The commands are those of the README, as printed there.
 
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use farside_lender_protocol::DeviceStatus;
 use farside_testbed::Width;
 use serde_json::json;
@@ -11,32 +12,93 @@ use super::{
     Set,
     facts::{NetworkFacts, seconds},
     host::{Host, socket},
-    play::{BME, DEVICE, GUEST_RAM, IO, LONG, VM, find_drive, write_and_read},
+    play::{BME, IO, LONG, find_drive, write_and_read},
     scripted::Scripted,
-    stage::{certify, join, network_card},
+    stage::{join, network_card},
 };
 use crate::{BOOT, MIB, SHORT, shared_ram};
 
-/// The image, in the lending host's memory.
-const IMAGE: &str = "/tmp/disk0.img";
+const README: &str = include_str!("../../../README.md");
 
-const ADDRESS: &str = "tls:10.0.0.2:7410";
+/// Names in the README's commands.
+const VM: &str = "web1";
+const DEVICE: &str = "disk0";
+const IMAGE: &str = "/tmp/disk0.img";
+const BORROWERS_FILES: &str = "/etc/farside/pki/rack1-a";
+
+/// The guest's disk in the README. The guest here boots from a kernel and an initramfs instead.
+const GUESTS_DISK: &str = " -drive file=root.qcow2,if=virtio";
+
+/// RAM of the borrower, bytes: more than that of the README's guest.
+const BORROWERS_RAM: u64 = 2560 * MIB;
+
+/// Stands for ssh's in the VMs, which have no ssh: fetches files from the other host's port, once it is open.
+const SCP: &str = "#!/bin/sh
+# An open input, whose end would end the connection.
+mkfifo /tmp/scp
+exec 3<>/tmp/scp
+until nc 10.0.0.2 9 <&3 >/tmp/scp.tar; do sleep 0.1; done
+tar -x -f /tmp/scp.tar -C \"$2\"
+";
+
+/// The README's commands for two machines.
+struct Commands {
+    /// At the lender, before `farside lend`.
+    prepare: String,
+    lend: &'static str,
+    /// At the borrower, before `farside serve`.
+    fetch: String,
+    serve: &'static str,
+    qemu: &'static str,
+}
+
+impl Commands {
+    fn of_readme() -> Result<Self> {
+        let (_, section) = README
+            .split_once("\n### A device of another host\n")
+            .context("the README has no such section")?;
+        let section = section.split("\n### ").next().unwrap_or_default();
+        let blocks: Vec<Vec<&str>> = section
+            .split("```sh\n")
+            .skip(1)
+            .filter_map(|block| Some(block.split_once("```")?.0.lines().collect()))
+            .collect();
+        let [lender, borrower] = &blocks[..] else {
+            bail!("one block of commands for each host, not {blocks:?}");
+        };
+        let count = lender.len() + borrower.len();
+        ensure!(count < 10, "{count} commands: {blocks:?}");
+        let ([prepare @ .., lend], [fetch @ .., serve, qemu]) = (&lender[..], &borrower[..]) else {
+            bail!("too few commands: {blocks:?}");
+        };
+        let farside = |line: &'static str| {
+            let args = line.strip_prefix("farside ");
+            args.with_context(|| format!("not a command of farside: {line}"))
+        };
+        Ok(Self {
+            prepare: prepare.join("\n"),
+            lend: farside(lend)?,
+            fetch: fetch.join("\n"),
+            serve: farside(serve)?,
+            qemu: qemu
+                .strip_suffix(GUESTS_DISK)
+                .with_context(|| format!("another disk of the guest: {qemu}"))?,
+        })
+    }
+}
 
 pub(super) fn network(set: &Set<'_>) -> Result<NetworkFacts> {
     let started = Instant::now();
     let mut facts = NetworkFacts::default();
     (set.tell)("booting both hosts");
     let host = |name: &str, server, mac| {
-        let builder = set
-            .testbed
-            .host_vm(name)
-            .args(network_card(set, server, mac));
-        Host::launch(builder, set.programs)
+        let host = set.testbed.host_vm(name);
+        host.args(network_card(set, server, mac))
     };
-    let b = host("b", "on", 2)?;
-    let a = host("a", "off", 1)?;
+    let b = Host::launch(host("b", "on", 2), set.programs)?;
+    let a = host("a", "off", 1).memory(BORROWERS_RAM);
+    let a = Host::launch(a.file("usr/bin/scp", 0o755, SCP), set.programs)?;
     join(&a, &b)?;
-    certify(&a, &b)?;
     let played = play(set, &a, &b, &mut facts);
     played.map_err(|error: anyhow::Error| error.context(format!("{}{}", a.story(), b.story())))?;
     a.shutdown()?;
@@ -46,12 +108,18 @@ pub(super) fn network(set: &Set<'_>) -> Result<NetworkFacts> {
 }
 
 fn play(set: &Set<'_>, a: &Host, b: &Host, facts: &mut NetworkFacts) -> Result<()> {
-    b.exec_ok(&format!("truncate -s 64M {IMAGE}"), SHORT)?;
-    let lender = b.lend(&format!(
-        "--name b --nvme {DEVICE}={IMAGE} --listen {ADDRESS} --borrower host=a"
-    ))?;
-    let backend = a.serve(VM, DEVICE, &format!("--lender {ADDRESS}"))?;
-    guest_uses_drive(set, a, b, facts)?;
+    let commands = Commands::of_readme()?;
+    let type_in =
+        |host: &Host, lines: &str| host.exec_ok(&format!("set -e; cd /tmp\n{lines}"), SHORT);
+    type_in(b, &commands.prepare)?;
+    let lender = b.start_lender(commands.lend)?;
+    let offer = format!("tar -c -C {BORROWERS_FILES} . | nc -l -p 9");
+    let offered = b.exec_start(&offer, SHORT)?;
+    type_in(a, &commands.fetch)?;
+    let offered = offered.wait()?;
+    ensure!(offered.success(), "copying certificates: {offered}");
+    let backend = a.start_backend(VM, DEVICE, commands.serve)?;
+    guest_uses_drive(set, a, b, commands.qemu, facts)?;
     rogue(set, a, facts)?;
     backend.stop()?;
     lender.stop()
@@ -61,11 +129,16 @@ fn pinned(a: &Host) -> Result<u64> {
     Ok(a.borrow(VM, DEVICE)?.bytes_pinned)
 }
 
-fn guest_uses_drive(set: &Set<'_>, a: &Host, b: &Host, facts: &mut NetworkFacts) -> Result<()> {
+fn guest_uses_drive(
+    set: &Set<'_>,
+    a: &Host,
+    b: &Host,
+    launcher: &str,
+    facts: &mut NetworkFacts,
+) -> Result<()> {
     (set.tell)("starting a guest in the borrower");
     let started = Instant::now();
-    let guest = a.guest(VM).memory(GUEST_RAM).vfio_user(&socket(VM, DEVICE));
-    let guest = guest.args(["-S"]).launch();
+    let guest = a.guest(VM).launcher(launcher).args(["-S"]).launch();
     let guest = guest.map_err(|error| anyhow::anyhow!("{error:#}{}", a.story()))?;
     facts.bytes_pinned_before_bme = pinned(a)?;
     guest.qmp().execute("cont", json!({}))?;

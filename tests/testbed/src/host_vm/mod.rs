@@ -36,7 +36,7 @@ pub struct HostVm {
 impl VmBuilder {
     /// Starts the machine, waits for its agent, mounts tracefs at `/sys/kernel/tracing`,
     /// and loads the modules of VFIO, unless it is built in. With nested guests, mounts the
-    /// disk with QEMU at `/tools`, and loads the modules of KVM where available.
+    /// disk with QEMU at `/tools`, links QEMU into the `PATH`, and loads the modules of KVM where available.
     pub fn launch_host(&self, timeout: Duration) -> Result<HostVm> {
         let vm = self.launch()?;
         vm.wait_agent(timeout)?;
@@ -64,10 +64,12 @@ fn set_up_script(guests: bool) -> String {
             mkdir -p {mount}
             mount -t ext4 -o ro /dev/${{disk##*/}} {mount}
         done
+        ln -s {qemu} /usr/bin
         modprobe kvm_amd 2>/dev/null || modprobe kvm_intel 2>/dev/null || true
         [ ! -e /dev/kvm ] || echo has-kvm",
             serial = channels::TOOLS_SERIAL,
             mount = tools_disk::MOUNT,
+            qemu = tools_disk::QEMU,
         );
     }
     script

@@ -29,6 +29,7 @@ pub struct NestedBuilder<'a> {
     memory: u64,
     vcpus: u32,
     huge_pages: bool,
+    launcher: Option<String>,
     append: Vec<String>,
     args: Vec<String>,
 }
@@ -54,6 +55,7 @@ impl<'a> NestedBuilder<'a> {
             memory: 256 << 20,
             vcpus: 1,
             huge_pages: false,
+            launcher: None,
             append: Vec::new(),
             args: Vec::new(),
         }
@@ -75,6 +77,13 @@ impl<'a> NestedBuilder<'a> {
     /// (`/proc/sys/vm/nr_hugepages`).
     pub fn huge_pages(mut self) -> Self {
         self.huge_pages = true;
+        self
+    }
+
+    /// A shell command that starts QEMU with machine, CPUs, memory and devices of its own
+    /// choice, and takes more arguments for QEMU.
+    pub fn launcher(mut self, command: &str) -> Self {
+        self.launcher = Some(command.to_owned());
         self
     }
 
@@ -181,27 +190,35 @@ impl<'a> NestedBuilder<'a> {
         }
         append.extend(self.append.iter().cloned());
         let append = append.join(" ");
-        let mut words: Vec<String> = [
-            tools_disk::QEMU,
-            "-name",
-            &self.name,
+        let mut words: Vec<String> = match self.launcher {
+            Some(_) => Vec::new(),
+            None => [
+                "-name",
+                &self.name,
+                "-machine",
+                "q35,memory-backend=mem",
+                "-m",
+                &format!("{}b", self.memory),
+                "-object",
+                &format!(
+                    "memory-backend-memfd,id=mem,size={}b,share=on{huge}",
+                    self.memory
+                ),
+                "-smp",
+                &self.vcpus.to_string(),
+            ]
+            .into_iter()
+            .chain(args.split(' '))
+            .map(str::to_owned)
+            .collect(),
+        };
+        let fixed = [
             "-nodefaults",
             "-no-user-config",
             "-display",
             "none",
             "-pidfile",
             pid_file,
-            "-machine",
-            "q35,memory-backend=mem",
-            "-m",
-            &format!("{}b", self.memory),
-            "-object",
-            &format!(
-                "memory-backend-memfd,id=mem,size={}b,share=on{huge}",
-                self.memory
-            ),
-            "-smp",
-            &self.vcpus.to_string(),
             "-kernel",
             tools_disk::KERNEL,
             "-initrd",
@@ -216,10 +233,8 @@ impl<'a> NestedBuilder<'a> {
             "virtio-serial-pci,id=farside-serial",
             "-device",
             &format!("virtserialport,bus=farside-serial.0,chardev=agent,name={PORT_NAME}"),
-        ]
-        .map(str::to_owned)
-        .into();
-        words.extend(args.split(' ').map(str::to_owned));
+        ];
+        words.extend(fixed.map(str::to_owned));
         words.extend(self.args.iter().cloned());
         let mut script = String::new();
         for (id, channel) in [
@@ -235,7 +250,8 @@ impl<'a> NestedBuilder<'a> {
             );
             words.extend(["-chardev".to_owned(), format!("pipe,id={id},path=${id}")]);
         }
-        script += "exec";
+        script += "exec ";
+        script += self.launcher.as_deref().unwrap_or(tools_disk::QEMU);
         for word in words {
             script.push(' ');
             script += &quoted(&word);
