@@ -14,8 +14,12 @@ use crate::stage::{Chain, Stage, VM, shown};
 const DRIVERS_LIMIT: u32 = 4000;
 const SILENCE: Duration = Duration::from_secs(20);
 
-/// Starts a lender on host `b`, from which the VM borrows.
-fn lend(stage: &Stage) -> Result<Daemon> {
+/// Writes to the disk in the background; leaves `/tmp/dd-ended` with dd's exit status.
+const WRITE: &str = "(dd if=/dev/zero of=/dev/nvme0n1 bs=4096 seek=8192 count=64 oflag=direct 2>/tmp/dd; \
+     echo $? >/tmp/dd-ended) >/dev/null 2>&1 &";
+
+/// Starts a lender on host `b`, from which the VM borrows, with more lines in its configuration.
+fn lend(stage: &Stage, settings: &str) -> Result<Daemon> {
     let ca = shown(&stage.path("b", "ca"));
     stage.ok("b", &["pki", "init", "--directory", &ca])?;
     for (host, address) in [("a", "10.99.0.1"), ("b", "10.99.0.2")] {
@@ -35,12 +39,12 @@ fn lend(stage: &Stage) -> Result<Daemon> {
     lender.wait_log(address, crate::SHORT)?;
     let text = stage.description()?;
     let third = shown(&stage.lender_socket());
-    stage.describe(&text.replace(&third, address))?;
+    stage.describe(&format!("{settings}{}", text.replace(&third, address)))?;
     Ok(lender)
 }
 
 pub fn a_drive_moves_with_its_vm(stage: &Stage) -> Result<Completion> {
-    let lender = lend(stage)?;
+    let lender = lend(stage, "")?;
     stage.ok("a", &["start", VM])?;
     let mut chain = Chain::default();
     let guest = stage.guest()?;
@@ -60,7 +64,7 @@ pub fn a_drive_moves_with_its_vm(stage: &Stage) -> Result<Completion> {
 
 /// Its driver resets the controller meanwhile, which needs no lender.
 pub fn a_guest_outlasts_a_cut_longer_than_its_drivers_limit(stage: &Stage) -> Result<Completion> {
-    let _lender = lend(stage)?;
+    let _lender = lend(stage, "")?;
     stage.ok("a", &["start", VM])?;
     let mut chain = Chain::default();
     let guest = stage.guest()?;
@@ -75,9 +79,7 @@ pub fn a_guest_outlasts_a_cut_longer_than_its_drivers_limit(stage: &Stage) -> Re
         Ok(())
     };
     signal(Signal::STOP)?;
-    let write = "dd if=/dev/zero of=/dev/nvme0n1 bs=4096 seek=8192 count=64 oflag=direct 2>/tmp/dd; echo $? >/tmp/dd-ended";
-    let write = format!("({write}) >/dev/null 2>&1 &");
-    guest.exec_ok(&write, crate::SHORT)?;
+    guest.exec_ok(WRITE, crate::SHORT)?;
     std::thread::sleep(SILENCE);
     let waits = guest.exec_ok("ls /tmp/dd-ended || echo waits", crate::SHORT)?;
     ensure!(waits.contains("waits"), "I/O without a lender: {waits}");
@@ -90,5 +92,29 @@ pub fn a_guest_outlasts_a_cut_longer_than_its_drivers_limit(stage: &Stage) -> Re
         "the driver has not reset: {ended}"
     );
     chain.verify(&guest)?;
+    Ok(Completion::Completed)
+}
+
+/// After `lost-after`: I/O ends with an error, and the device is removed as hot-unplug does.
+pub fn a_guest_loses_a_drive_that_stays_out_of_reach_and_lives_on(
+    stage: &Stage,
+) -> Result<Completion> {
+    let mut lender = lend(stage, "lost-after = 5\n")?;
+    stage.ok("a", &["start", VM])?;
+    let guest = stage.guest()?;
+    Chain::default().grow(&guest)?;
+    lender.kill()?;
+    guest.exec_ok(WRITE, crate::SHORT)?;
+    guest.wait_path("/tmp/dd-ended", crate::SHORT)?;
+    let ended = guest.exec_ok("cat /tmp/dd-ended /tmp/dd", crate::SHORT)?;
+    ensure!(!ended.starts_with("0\n"), "dd without a lender: {ended}");
+    let gone = "for i in $(seq 600); do
+            grep -q 0x010802 /sys/bus/pci/devices/*/class || [ -e /dev/nvme0n1 ] || exit 0
+            sleep 0.1
+        done
+        dmesg | tail -n 30; exit 1";
+    guest.exec_ok(gone, crate::SHORT)?;
+    ensure!(stage.running()? == ["a"], "{:?}", stage.running());
+    stage.ok("a", &["stop", VM])?;
     Ok(Completion::Completed)
 }
