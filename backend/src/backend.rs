@@ -121,7 +121,7 @@ pub enum StartError {
     Ntb(#[from] NtbError),
     /// The lender is on another host, and no NTB is configured.
     #[error(
-        "device {device} is a physical function at {lender}, on another host, whose DMA reaches this one only through an NTB: name this host's endpoint with --ntb BDF, or have the function's block device lent instead, which is borrowed over the network"
+        "device {device} is a physical function at {lender}, on another host, whose DMA reaches this one only through an NTB: name this host's endpoint with --ntb BDF (or `ntb = true` in the VM's file, and its address in /etc/farside/host.toml), or have the function's block device lent instead, which is borrowed over the network"
     )]
     NoNtb { device: DeviceId, lender: Address },
     /// A device is listed twice.

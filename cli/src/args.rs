@@ -9,7 +9,7 @@ use farside_host_pci::Filter;
 use farside_lender::config::Borrower;
 use farside_lender_protocol::Address;
 use farside_pci::Bdf;
-use farside_vm_config::{LoadError, known_lenders, parse_memory};
+use farside_vm_config::{HostConfig, LoadError, parse_memory};
 
 use crate::{
     bench::Bench,
@@ -187,8 +187,8 @@ pub(crate) struct Lend {
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Lenders {
     /// Address of a lender: its socket's path, tls:HOST:PORT, or tcp:HOST:PORT without
-    /// encryption; may be given more than once [default: those of lenders.toml in
-    /// /etc/farside, or this host's].
+    /// encryption; may be given more than once [default: those of
+    /// /etc/farside/host.toml, or this host's].
     #[arg(long = "lender", value_name = "ADDRESS")]
     pub(crate) lenders: Vec<Address>,
 }
@@ -197,7 +197,7 @@ impl Lenders {
     /// Those named, or those that this host knows.
     pub(crate) fn addresses(&self) -> Result<Vec<Address>, LoadError> {
         match self.lenders.as_slice() {
-            [] => known_lenders(),
+            [] => Ok(HostConfig::read()?.lenders()),
             some => Ok(some.to_vec()),
         }
     }
@@ -240,7 +240,8 @@ pub(crate) struct Serve {
     #[command(flatten)]
     pub(crate) lenders: Lenders,
     /// This host's NTB endpoint, through which physical devices of the peer host
-    /// reach the VM. Only one VM at a time can use it.
+    /// reach the VM [default with `ntb = true` in the VM's configuration: that of
+    /// /etc/farside/host.toml]. Only one VM at a time can use it.
     #[arg(long, value_name = "BDF")]
     pub(crate) ntb: Option<Bdf>,
     /// Interrupt path to QEMU.

@@ -6,7 +6,7 @@ use anyhow::Context;
 use farside_backend::{Backend, Config, Helper, Interrupts, ReleaseHook, serve_backend};
 use farside_daemon::{Activated, Wakeup, paths};
 use farside_fabric::pin::PinPolicy;
-use farside_vm_config::{DeviceConfig, VmConfig};
+use farside_vm_config::{DeviceConfig, HostConfig, VmConfig};
 
 use crate::{
     args::{InterruptForm, Pin, Serve},
@@ -64,6 +64,10 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         // Leaves time for the lender and for a rollback.
         .map_or(message_timeout * 4 / 5, Duration::from_secs);
 
+    let ntb = match args.ntb {
+        None if file.ntb => Some(HostConfig::read()?.endpoint()?),
+        named => named,
+    };
     let stop = Wakeup::new()?;
     let signals = Termination::catch().context("cannot wait for signals")?;
     // This program, also after its file was replaced by a later version.
@@ -79,7 +83,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         devices: file.device_ids(),
         lenders: file.lenders(),
         pki: file.pki(),
-        ntb: args.ntb.or(file.ntb),
+        ntb,
         interrupts,
         pin_policy,
         memory: args.max_memory.or(file.max_memory).max(memory),

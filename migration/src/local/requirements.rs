@@ -6,7 +6,8 @@ use std::{
 };
 
 use farside_daemon::VmName;
-use farside_vm_config::{Flash, VmConfig};
+use farside_error_chain::Chain;
+use farside_vm_config::{Flash, HostConfig, VmConfig, places};
 
 use super::{config_of, is_libvirt};
 use crate::{Configuration, Error, Result};
@@ -41,6 +42,15 @@ pub(super) fn missing(vm: &VmName, configuration: &Configuration) -> Result<Vec<
         needs(code.exists(), "the firmware", code, SAME_PLACE);
         let advice = "they are the VM's own: copy them, or keep them where both hosts see them";
         needs(vars.exists(), "the UEFI variables", vars, advice);
+    }
+    match config.ntb.then(|| HostConfig::read()?.endpoint()) {
+        None => {}
+        Some(Ok(endpoint)) => {
+            let path = Path::new("/sys/bus/pci/devices").join(endpoint.to_string());
+            let advice = format!("correct `ntb` in {}", places::host().display());
+            needs(path.exists(), "the NTB endpoint", &path, &advice);
+        }
+        Some(Err(error)) => missing.push(Error::refused(format!("VM {vm}: {}", Chain(&error)))),
     }
     missing.extend(missing_lender(vm, &config));
     Ok(missing)

@@ -9,14 +9,13 @@ use farside_daemon::{DeviceId, VmName, paths};
 use farside_fabric::{Size, deserialize_size, parse_size, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
 use farside_lender_protocol::Address;
-use farside_pci::Bdf;
 use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, Vm};
 use serde::{
     Deserialize, Deserializer,
     de::{self, MapAccess, Visitor, value::MapAccessDeserializer},
 };
 
-use crate::{known, places};
+use crate::{HostConfig, places};
 
 /// Default guest RAM, in bytes.
 const DEFAULT_MEMORY: u64 = 2 << 30;
@@ -36,8 +35,8 @@ pub struct VmConfig {
     pub lenders: Vec<Address>,
     /// This host's certificates, for lenders at `tls:HOST:PORT`.
     pub tls: TlsConfig,
-    /// This host's NTB endpoint.
-    pub ntb: Option<Bdf>,
+    /// Whether it uses the NTB endpoint of its host, which the host's [`HostConfig`] names.
+    pub ntb: bool,
     /// How interrupts reach QEMU.
     pub interrupts: Option<Interrupts>,
     /// What to do when the memlock limit is too small.
@@ -175,12 +174,12 @@ pub enum LoadError {
         path: PathBuf,
         source: Box<toml::de::Error>,
     },
-    /// The list of lenders is empty.
+    /// The host's file names no NTB endpoint.
     #[error(
-        "{path} names no lender: `lenders = [\"tls:HOST:PORT\"]`, or remove the file for this host's lender",
+        "`ntb = true` is this host's NTB endpoint, and {path} names none: add its address there, such as ntb = \"0000:05:00.0\"",
         path = path.display()
     )]
-    NoLender { path: PathBuf },
+    NoEndpoint { path: PathBuf },
     /// The file names another VM.
     #[error("{path} describes VM {found}, not {wanted}", path = path.display())]
     OtherVm {
@@ -191,7 +190,7 @@ pub enum LoadError {
 }
 
 impl VmConfig {
-    /// Reads a file. Lenders that it does not name are those that this host [knows](crate::known_lenders).
+    /// Reads a file. Lenders that it does not name are those that this host [knows](HostConfig).
     pub fn load(path: &Path) -> Result<Self, LoadError> {
         let text = std::fs::read_to_string(path).map_err(|source| LoadError::Read {
             path: path.to_owned(),
@@ -202,7 +201,7 @@ impl VmConfig {
             source: Box::new(source),
         })?;
         if config.lenders.is_empty() {
-            config.lenders = known::read(&places::known_lenders())?.unwrap_or_default();
+            config.lenders = HostConfig::read()?.lenders;
         }
         Ok(config)
     }

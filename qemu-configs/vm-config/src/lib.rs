@@ -13,10 +13,10 @@
 #![forbid(unsafe_code)]
 
 mod description;
-mod known;
+mod host;
 pub mod places;
 mod ram;
 
 pub use description::{DeviceConfig, Flash, LoadError, Manager, TlsConfig, VmConfig, parse_memory};
-pub use known::known_lenders;
+pub use host::HostConfig;
 pub use ram::ram_ranges;

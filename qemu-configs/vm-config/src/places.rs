@@ -10,10 +10,10 @@ pub fn description(vm: &VmName) -> PathBuf {
     config_dir().join("vm").join(format!("{vm}.toml"))
 }
 
-/// The list of the lenders that this host knows: `lenders.toml` in
-/// [`host_config_dir`](paths::host_config_dir), whoever asks.
-pub fn known_lenders() -> PathBuf {
-    paths::host_config_dir().join("lenders.toml")
+/// The configuration of this host: `host.toml` in [`host_config_dir`](paths::host_config_dir),
+/// whoever asks.
+pub fn host() -> PathBuf {
+    paths::host_config_dir().join("host.toml")
 }
 
 /// The state of one VM: `vm/NAME` in [`state_dir`].

@@ -70,11 +70,14 @@ pub(super) fn two_hosts(set: &Set<'_>) -> Result<Facts> {
         let lender = b.lend(&format!(
             "--name b --listen tls:10.0.0.2:4000 --borrower host=a --vfio {DEVICE}={DRIVE} --ntb {NTB}"
         ))?;
-        let backend = a.serve(
-            VM,
-            DEVICE,
-            &format!("--lender tls:10.0.0.2:4000 --ntb {NTB}"),
-        )?;
+        let files = format!(
+            "set -e; cd /etc/farside; mkdir vm; echo 'ntb = true' >vm/{VM}.toml
+            echo 'lenders = [\"tls:10.0.0.2:4000\"]' >host.toml
+            echo 'ntb = \"{NTB}\"' >>host.toml"
+        );
+        a.exec_ok(&files, SHORT)?;
+        let config = format!("--config /etc/farside/vm/{VM}.toml");
+        let backend = a.serve(VM, DEVICE, &config)?;
         let stage = Stage {
             borrower: a,
             lender: b,

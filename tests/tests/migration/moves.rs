@@ -217,6 +217,24 @@ pub fn what_cannot_move_is_refused_and_runs_on(stage: &Stage) -> Result<Completi
     stage.describe(&text)?;
     runs_on("program")?;
 
+    // The NTB endpoint is that of each host.
+    stage.describe(&format!("ntb = true\n{text}"))?;
+    let host = stage.path("b", "etc/host.toml");
+    let missing = format!("{} names none", host.display());
+    stage.refused("a", &migrate, &[&missing, "as it was"])?;
+    fs::write(&host, "ntb = \"ffff:ff:1f.7\"\n")?;
+    let check = [&migrate[..], &["--check"]].concat();
+    let said = stage.run("a", &check)?;
+    ensure!(!said.status.success(), "{said:?}");
+    let problem = format!(
+        "needs the NTB endpoint /sys/bus/pci/devices/ffff:ff:1f.7, which is not there: correct `ntb` in {}",
+        host.display()
+    );
+    ensure!(said.stdout.contains(&problem), "{said:?}");
+    fs::remove_file(&host)?;
+    stage.describe(&text)?;
+    runs_on("endpoint")?;
+
     // A path of the lender's socket that only this host has.
     let lender = crate::stage::shown(&stage.lender_socket());
     let own = text.replace(&format!("lenders = [{lender:?}]"), "");

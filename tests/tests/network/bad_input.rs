@@ -95,7 +95,7 @@ pub fn the_lenders_of_a_file_are_known(stage: &mut Stage) -> Result<()> {
     stage.lend("disk0.img")?;
     let other = "tcp:10.99.0.2:7411";
     let list = format!("lenders = [\"{}\", \"{other}\"]\n", stage.address());
-    fs::write(stage.near.path("etc/lenders.toml"), list)?;
+    fs::write(stage.near.path("etc/host.toml"), list)?;
     let devices = |stage: &Stage| stage.near.output("devices");
     // One does not answer, which hides nothing.
     let (said, ok) = devices(stage)?;
@@ -115,7 +115,7 @@ pub fn the_lenders_of_a_file_are_known(stage: &mut Stage) -> Result<()> {
         "lenders = [\"{}\", \"tcp:10.99.0.2:7412\"]\n",
         stage.address()
     );
-    fs::write(stage.near.path("etc/lenders.toml"), list)?;
+    fs::write(stage.near.path("etc/host.toml"), list)?;
     let (said, ok) = devices(stage)?;
     let names_both = said.contains(&stage.address()) && said.contains("tcp:10.99.0.2:7412");
     ensure!(

@@ -16,7 +16,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let vms = facts.good_vms().map(|(vm, config)| {
         let needed = needed(config);
         let who = Locker::of_backend(facts);
-        let required = config.pin == Some(PinPolicy::Require) || config.ntb.is_some();
+        let required = config.pin == Some(PinPolicy::Require) || config.ntb;
         let why = match required {
             true => "guest RAM has to be locked while a device may reach it: this VM's devices are refused",
             false => "guest RAM is not locked: it may be swapped out under a device's DMA, which then waits",
@@ -63,7 +63,7 @@ fn needed(config: &VmConfig) -> u64 {
         HugePages::None => 1,
         _ => 0,
     };
-    let endpoint = u64::from(config.ntb.is_some());
+    let endpoint = u64::from(config.ntb);
     config.memory().saturating_mul(mapped + endpoint)
 }
 
@@ -195,7 +195,7 @@ mod tests {
 
         // Pages with other rights, and the NTB endpoint's domain, count again.
         let viommu = "qemu-args = [\"-device\", \"intel-iommu,caching-mode=on\"]";
-        let ntb = "ntb = \"0000:03:00.0\"";
+        let ntb = "ntb = true";
         for (more, needed) in [
             (viommu.to_owned(), 2),
             (ntb.to_owned(), 2),

@@ -146,7 +146,7 @@ impl Facts {
     /// Whether this host lends physical devices, or borrows through an NTB of
     /// its own: only then does it need an IOMMU.
     pub(crate) fn uses_hardware(&self) -> bool {
-        self.lends_hardware() || self.good_vms().any(|(_, config)| config.ntb.is_some())
+        self.lends_hardware() || self.good_vms().any(|(_, config)| config.ntb)
     }
 
     /// Whether this host lends physical devices.
