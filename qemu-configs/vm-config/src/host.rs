@@ -46,22 +46,20 @@ impl HostConfig {
     /// # Errors
     /// The file names none.
     pub fn endpoint(&self) -> Result<Bdf, LoadError> {
-        let path = places::host;
-        self.ntb
-            .ok_or_else(|| LoadError::NoEndpoint { path: path() })
+        let path = places::host();
+        self.ntb.ok_or(LoadError::NoEndpoint { path })
     }
 }
 
 fn read(path: &Path) -> Result<HostConfig, LoadError> {
-    let path = || path.to_owned();
-    match std::fs::read_to_string(path()) {
+    match std::fs::read_to_string(path) {
         Ok(text) => toml::from_str(&text).map_err(|source| LoadError::Parse {
-            path: path(),
+            path: path.to_owned(),
             source: Box::new(source),
         }),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(HostConfig::default()),
         Err(source) => Err(LoadError::Read {
-            path: path(),
+            path: path.to_owned(),
             source,
         }),
     }

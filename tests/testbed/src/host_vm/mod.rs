@@ -36,7 +36,8 @@ pub struct HostVm {
 impl VmBuilder {
     /// Starts the machine, waits for its agent, mounts tracefs at `/sys/kernel/tracing`,
     /// and loads the modules of VFIO, unless it is built in. With nested guests, mounts the
-    /// disk with QEMU at `/tools`, links QEMU into the `PATH`, and loads the modules of KVM where available.
+    /// disk with QEMU at `/tools`, links QEMU into the `PATH`, and loads the modules of KVM
+    /// where available.
     pub fn launch_host(&self, timeout: Duration) -> Result<HostVm> {
         let vm = self.launch()?;
         vm.wait_agent(timeout)?;
