@@ -17,7 +17,7 @@ use farside_daemon::{
     confine::ConfineError, raise_open_files,
 };
 use farside_error_chain::Chain;
-use farside_fabric::pin::PinPolicy;
+use farside_fabric::{VmShare, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
 use farside_lender_protocol::{Address, CallError, FindError, RamRange};
 use farside_ntb::{HostEndpoint, NtbError};
@@ -189,7 +189,8 @@ impl Backend {
         raise_open_files();
         let group = config.socket_group.as_deref().map(SocketGroup::named);
         let group = group.transpose()?;
-        let ntb = config.ntb.map(HostEndpoint::open).transpose()?;
+        let ntb = config.ntb.map(|bdf| HostEndpoint::open(bdf, VmShare::ALL));
+        let ntb = ntb.transpose()?;
         if let Some(ntb) = &ntb {
             ntb.adapter().wait_link(LINK_TIMEOUT)?;
         }

@@ -137,6 +137,7 @@ fn limits(args: &Plan) -> anyhow::Result<(String, NtbLimits)> {
         entries_per_window: args.entries_per_window.or(base.entries_per_window),
         requester_entries: args.requester_entries.unwrap_or(base.requester_entries),
         reserved_requesters: args.reserved_requesters.unwrap_or(base.reserved_requesters),
+        per_vm: base.per_vm,
     };
     if limits != base {
         name += ", changed by flags";

@@ -138,6 +138,10 @@ fn a_running_lender_can_be_asked_about_its_adapter() {
         std::env::temp_dir().join(format!("farside-plan-lender-{}", std::process::id()));
     let fabric = farside_fabric::NtbLimits {
         bar_size: 256 << 20,
+        per_vm: farside_fabric::VmShare {
+            lut_entries: Some(128),
+            requester_entries: Some(1),
+        },
         ..Default::default()
     };
     let lender = farside_lender::Lender::start(farside_lender::config::Config {
@@ -159,7 +163,22 @@ fn a_running_lender_can_be_asked_about_its_adapter() {
         &["--guest", "1G", "--lender", &address],
         &["bar-size = 256 MiB", "raise bar-size to 1 GiB"],
     );
-    fits(&["--guest", "64M", "--lender", &address], &["lender rack1"]);
+    fits(
+        &["--guest", "64M", "--lender", &address],
+        &[
+            "lender rack1",
+            "at most 128 for one VM",
+            "at most 1 for one VM",
+        ],
+    );
+    fails(
+        &["--guest", "200M", "--lender", &address],
+        &["the share of a VM is 128 (per-vm.lut-entries); raise that share to 200"],
+    );
+    fails(
+        &["--guest", "64M:q35:2", "--lender", &address],
+        &["the share of a VM is 1 (per-vm.requester-entries); raise that share to 2"],
+    );
     stop.raise();
     running.join().expect("no panic").expect("a clean end");
     std::fs::remove_dir_all(&directory).expect("removed");

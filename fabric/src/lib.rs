@@ -50,7 +50,7 @@ pub use error::FabricError;
 pub use fault::{Access, Fault, FaultReason};
 pub use fault_log::{FaultLog, FaultRecord, FaultSummary, ReasonCounts};
 pub use files::SharedFiles;
-pub use limits::{LimitError, NtbLimits, NtbUse, fits};
+pub use limits::{LimitError, NtbLimits, NtbUse, VmShare, fits};
 pub use memory::MemoryRange;
 pub use pages::{PAGE_SIZE, PageCounts};
 pub use path::{BorrowerDomain, LenderPath, Usage, WindowUse};

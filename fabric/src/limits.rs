@@ -37,6 +37,51 @@ pub struct NtbLimits {
     pub requester_entries: u32,
     /// Number of those that the CPUs use.
     pub reserved_requesters: u32,
+    /// The share of one VM.
+    pub per_vm: VmShare,
+}
+
+/// The most that one VM may have of an adapter, all its devices together. Left out, whatever is free.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct VmShare {
+    /// LUT entries.
+    pub lut_entries: Option<u32>,
+    /// Requester entries, one for each device.
+    pub requester_entries: Option<u32>,
+}
+
+impl VmShare {
+    /// No share is smaller than the adapter.
+    pub const ALL: Self = Self {
+        lut_entries: None,
+        requester_entries: None,
+    };
+
+    /// Refuses a VM that has `used` LUT entries `needed` more if they exceed its share.
+    pub(crate) fn check_lut_entries(self, used: u64, needed: u64) -> Result<(), LimitError> {
+        match self.lut_entries {
+            Some(limit) if used.saturating_add(needed) > limit.into() => {
+                Err(LimitError::VmLutEntries {
+                    used,
+                    needed,
+                    limit,
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses a VM that has `used` requester entries one for `device` if that exceeds its share.
+    pub(crate) fn check_requester(self, device: &str, used: usize) -> Result<(), LimitError> {
+        match self.requester_entries {
+            Some(limit) if used >= limit as usize => Err(LimitError::VmRequesters {
+                device: device.to_owned(),
+                limit,
+            }),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Default for NtbLimits {
@@ -48,6 +93,7 @@ impl Default for NtbLimits {
             entries_per_window: None,
             requester_entries: 32,
             reserved_requesters: 2,
+            per_vm: VmShare::ALL,
         }
     }
 }
@@ -91,7 +137,30 @@ impl NtbLimits {
             let value = u64::from(self.requester_entries);
             return invalid("requester-entries", value, "at most 65536");
         }
+        let VmShare {
+            lut_entries,
+            requester_entries,
+        } = self.per_vm;
+        let shares = [
+            ("per-vm.lut-entries", lut_entries),
+            ("per-vm.requester-entries", requester_entries),
+        ];
+        if let Some((name, _)) = shares.iter().find(|(_, share)| *share == Some(0)) {
+            return invalid(name, 0, "at least 1, or left out");
+        }
         Ok(())
+    }
+
+    /// Most LUT entries that a VM may have.
+    pub fn lut_entries_per_vm(&self) -> u32 {
+        let most = self.per_vm.lut_entries.unwrap_or(self.lut_entries);
+        most.min(self.lut_entries)
+    }
+
+    /// Most devices that a VM may have.
+    pub fn devices_per_vm(&self) -> u32 {
+        let most = self.per_vm.requester_entries;
+        most.map_or(self.max_devices(), |most| most.min(self.max_devices()))
     }
 
     /// Bytes that one LUT entry translates.
@@ -169,7 +238,7 @@ pub struct NtbUse {
 ///
 /// # Errors
 /// [`LimitError::GuestTooLarge`] and [`LimitError::WindowTooLarge`] name what would
-/// fit, and which BAR would do.
+/// fit, and which BAR would do; [`LimitError::VmLutEntries`].
 pub fn fits(spans: &[u64], limits: &NtbLimits) -> Result<NtbUse, LimitError> {
     limits.validate()?;
     spans
@@ -181,6 +250,7 @@ pub fn fits(spans: &[u64], limits: &NtbLimits) -> Result<NtbUse, LimitError> {
         .fold(0, u64::saturating_add);
     let available = u64::from(limits.lut_entries);
     if needed <= available {
+        limits.per_vm.check_lut_entries(0, needed)?;
         return Ok(NtbUse {
             windows: spans.len() as u32, // each takes an entry, or is empty
             lut_entries: needed as u32,
@@ -307,6 +377,30 @@ pub enum LimitError {
         reserved: u32,
         /// Entries used by devices.
         used: u32,
+    },
+    /// A VM's windows would exceed its share.
+    #[error(
+        "the VM has {used} LUT entries and needs {needed} more; the share of a VM is {limit} \
+         (per-vm.lut-entries): raise it, or give the VM less RAM"
+    )]
+    VmLutEntries {
+        /// LUT entries that it has.
+        used: u64,
+        /// LUT entries that it needs.
+        needed: u64,
+        /// Its share.
+        limit: u32,
+    },
+    /// A VM's devices would exceed its share.
+    #[error(
+        "no requester entry for {device}: the VM's other devices have its share of {limit} \
+         (per-vm.requester-entries): raise it, or return one of them"
+    )]
+    VmRequesters {
+        /// The device that wanted one.
+        device: String,
+        /// The VM's share.
+        limit: u32,
     },
 }
 

@@ -120,8 +120,10 @@ impl NtbTables {
     /// Takes a requester entry for a VM's device; returns its number among those for devices.
     ///
     /// # Errors
-    /// [`LimitError::Requesters`] when none is free.
+    /// [`LimitError::Requesters`] when none is free; [`LimitError::VmRequesters`].
     pub fn take_requester(&mut self, device: &str, vm: &str) -> Result<usize, LimitError> {
+        let of_vm = self.requesters.iter().flatten().filter(|it| it.vm == vm);
+        self.limits.per_vm.check_requester(device, of_vm.count())?;
         let Some(entry) = self.requesters.iter().position(Option::is_none) else {
             return Err(LimitError::Requesters {
                 device: device.to_owned(),
@@ -149,20 +151,34 @@ impl NtbTables {
     ///
     /// # Errors
     /// The errors of [`fits`] if they would not fit even in an unused adapter;
-    /// [`LimitError::LutEntries`] if too few entries are free.
+    /// [`LimitError::LutEntries`] if too few entries are free; [`LimitError::VmLutEntries`].
     pub fn check_windows(&self, vm: Option<&str>, spans: &[u64]) -> Result<NtbUse, LimitError> {
         let needed = fits(spans, &self.limits)?;
         let of_vm = |window: &&Window| vm.is_some() && window.vm.as_deref() == vm && !window.kept;
         let open = self.windows.values().filter(of_vm);
         let mut open: Vec<u64> = open.map(|window| window.bytes).collect();
         let mut lut = self.lut.clone();
+        let mut more = 0;
         for &bytes in spans {
             match open.iter().position(|&other| other == bytes) {
                 Some(found) => drop(open.swap_remove(found)),
-                None => drop(take(&self.limits, &mut lut, bytes)?),
+                None => more += u64::from(take(&self.limits, &mut lut, bytes)?.entries),
             }
         }
+        if let Some(vm) = vm {
+            let share = self.limits.per_vm;
+            share.check_lut_entries(self.entries_of(vm), more)?;
+        }
         Ok(needed)
+    }
+
+    /// LUT entries that a VM has.
+    fn entries_of(&self, vm: &str) -> u64 {
+        let windows = self.windows.values();
+        let windows = windows.filter(|window| window.vm.as_deref() == Some(vm));
+        windows
+            .map(|window| self.limits.entries_for(window.bytes))
+            .sum()
     }
 
     /// Opens a window of `bytes` to `peer_address` for the device with that requester entry: it gets
@@ -170,8 +186,8 @@ impl NtbTables {
     /// CPU, which shares with nobody.
     ///
     /// # Errors
-    /// [`LimitError::Alignment`], [`LimitError::WindowTooLarge`] and
-    /// [`LimitError::LutEntries`].
+    /// [`LimitError::Alignment`], [`LimitError::WindowTooLarge`],
+    /// [`LimitError::LutEntries`] and [`LimitError::VmLutEntries`].
     pub fn take_window(
         &mut self,
         requester: Option<usize>,
@@ -196,6 +212,11 @@ impl NtbTables {
             window.holders.push(requester);
             let entries = limits.entries_for(bytes) as u32; // as when it was new
             return Ok(TakenWindow::Shared(LutRange { first, entries }));
+        }
+        if let Some(vm) = &vm {
+            let used = self.entries_of(vm);
+            let needed = limits.entries_for(bytes);
+            limits.per_vm.check_lut_entries(used, needed)?;
         }
         let range = take(limits, &mut self.lut, bytes)?;
         let window = Window {

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use farside_fabric::{LimitError, LutRange, NtbLimits, NtbTables, PeerAddress, TakenWindow};
+use farside_fabric::{
+    LimitError, LutRange, NtbLimits, NtbTables, PeerAddress, TakenWindow, VmShare,
+};
 use proptest::{prelude::*, sample::Index};
 
 const GIB: u64 = 1 << 30;
@@ -75,6 +77,65 @@ fn a_check_counts_the_windows_that_the_vm_has_open() {
             "{vm:?}: {refused:?}"
         );
     }
+}
+
+#[test]
+fn a_vm_has_no_more_than_its_share() {
+    let limits = NtbLimits {
+        per_vm: VmShare {
+            lut_entries: Some(128),
+            requester_entries: Some(2),
+        },
+        ..NtbLimits::default()
+    };
+    let mut tables = NtbTables::new(limits).expect("limits");
+    let first = tables.take_requester("disk0", "web1").expect("free");
+    let second = tables.take_requester("disk1", "web1").expect("free");
+    let refused = tables.take_requester("disk2", "web1");
+    assert!(
+        matches!(refused, Err(LimitError::VmRequesters { limit: 2, .. })),
+        "{refused:?}"
+    );
+    let mut open = |entry, at, bytes| tables.take_window(Some(entry), peer(at), bytes);
+    let low = open(first, GIB, 2 * GIB).expect("16 of 128").range();
+    let high = open(first, 64 * GIB, 13 * GIB).expect("120 of 128").range();
+    // What the VM's devices share counts once.
+    open(second, GIB, 2 * GIB).expect("shared");
+    let refused = open(second, 128 * GIB, GIB + 1);
+    assert_eq!(
+        refused,
+        Err(LimitError::VmLutEntries {
+            used: 120,
+            needed: 9,
+            limit: 128
+        })
+    );
+    open(second, 128 * GIB, GIB).expect("128 of 128");
+    // Others have theirs, and see that before they boot.
+    let other = tables.take_requester("disk2", "web2").expect("free");
+    let check = |tables: &NtbTables, vm, spans: &[u64]| tables.check_windows(Some(vm), spans);
+    check(&tables, "web2", &[2 * GIB, 14 * GIB]).expect("128 of 128");
+    let refused = check(&tables, "web2", &[2 * GIB, 15 * GIB]);
+    assert!(
+        matches!(refused, Err(LimitError::VmLutEntries { needed: 136, .. })),
+        "{refused:?}"
+    );
+    check(&tables, "web1", &[GIB, 2 * GIB, 13 * GIB]).expect("what it has");
+    tables.give_back_window(Some(first), low);
+    tables.give_back_window(Some(first), high);
+    // The second device has the low window still.
+    check(&tables, "web1", &[2 * GIB, 13 * GIB, GIB]).expect("it had that");
+    tables
+        .take_window(Some(other), peer(0), 16 * GIB)
+        .expect("128 of 128");
+    let none = NtbLimits {
+        per_vm: VmShare {
+            lut_entries: Some(0),
+            requester_entries: None,
+        },
+        ..NtbLimits::default()
+    };
+    assert!(none.validate().is_err());
 }
 
 #[derive(Clone, Debug)]

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 
 use farside_daemon::{DeviceId, LenderName};
 use farside_devices::nvme;
-use farside_fabric::NtbLimits;
+use farside_fabric::{NtbLimits, VmShare, deserialize_optional_size};
 use farside_host_pci::Filter;
 use farside_lender_protocol::Address;
 use farside_pci::Bdf;
@@ -73,6 +73,10 @@ pub struct Config {
     /// asks for the time after which it gives up, its `lost-after`.
     #[serde(default = "default_keep_at_most")]
     pub keep_at_most: u64,
+    /// Most memory of a worker process, bytes, with what a device's DMA is the first to touch of its
+    /// borrower's. It takes a control group that the service manager has delegated.
+    #[serde(default, deserialize_with = "deserialize_optional_size")]
+    pub worker_memory_max: Option<u64>,
     /// The devices.
     #[serde(default)]
     pub device: Vec<DeviceConfig>,
@@ -197,6 +201,9 @@ pub struct VfsConfig {
 pub struct NtbConfig {
     /// Its address.
     pub function: Bdf,
+    /// The share of one VM of its tables. Default: whatever is free.
+    #[serde(default)]
+    pub per_vm: VmShare,
 }
 
 /// The software models.

@@ -176,7 +176,7 @@ impl LeasedDevice for LeasedModel {
         let usage = self.path.usage();
         let of = |resource, used: u32, limit| LimitUse::new(resource, used.into(), limit);
         let (mappings, most) = (self.path.mappings() as u32, MAX_MAPPINGS as u64);
-        let lut_entries = self.model.adapter.limits().lut_entries.into();
+        let lut_entries = self.model.adapter.limits().lut_entries_per_vm().into();
         let commands = self.model.device.in_flight();
         let mut limits = vec![
             of(Resource::Mappings, mappings, most),

@@ -13,7 +13,7 @@ use std::{
 
 use farside_daemon::{DeviceId, RateLimit, VmName, Wakeup};
 use farside_devices::Device;
-use farside_fabric::{NtbLimits, SharedQuota, soft::Adapter};
+use farside_fabric::{NtbLimits, SharedQuota, VmShare, soft::Adapter};
 use farside_lender_protocol::{
     Availability, BorrowedBy, Channel, DeviceEntry, DeviceStatus, Generation, MAX_REVOKE_LIMIT,
     RemoteError, Transport,
@@ -36,6 +36,7 @@ const UNLIMITED: NtbLimits = NtbLimits {
     entries_per_window: None,
     requester_entries: 4,
     reserved_requesters: 2,
+    per_vm: VmShare::ALL,
 };
 
 /// Time limit for a status: the thread that asks has other things to do.

@@ -46,7 +46,9 @@ pub(crate) fn open(
     stop: &Wakeup,
 ) -> Result<Opened, StartError> {
     let host = HostPci::new();
-    let ntb = config.ntb.map(|ntb| HostEndpoint::open(ntb.function));
+    let ntb = config
+        .ntb
+        .map(|ntb| HostEndpoint::open(ntb.function, ntb.per_vm));
     let ntb = ntb.transpose().map_err(StartError::Ntb)?;
     let vfs = vfio::create_vfs(&host, config)?;
     let mut devices: Vec<OpenedDevice> = Vec::new();

@@ -12,7 +12,7 @@ use farside_bench::{
     Section, Series, Target, Unit,
 };
 use farside_doctor::{Finding, Level, Report};
-use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova, Usage};
+use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova, Usage, VmShare};
 use farside_irq_relay::{IrqIndex, VectorCount, VectorsStatus};
 use farside_lender_protocol::{
     Address, BorrowedBy, DeviceEntry, DeviceStatus, Fence, Generation, KeptFor, LimitUse, Resource,
@@ -291,6 +291,7 @@ fn plans_are_documented() {
         bar_size: Some(1 << 30),
         lut_entries: Some(512),
         requester_entries: Some(64),
+        per_vm: Some(128),
         lenders: Some(2),
     };
     // One that fits and two that do not, with adapters of different limits.
@@ -300,7 +301,14 @@ fn plans_are_documented() {
         ("amd", 30, 16 << 30, Some(Remedy::default())),
     ];
     let plans = cases.map(|(adapter, vms, ram, remedy)| {
-        let limits = &Preset::find(adapter).unwrap().limits;
+        let mut limits = Preset::find(adapter).unwrap().limits.clone();
+        if vms == 1 {
+            limits.per_vm = VmShare {
+                lut_entries: Some(128),
+                requester_entries: Some(4),
+            };
+        }
+        let limits = &limits;
         let cluster = Cluster {
             nodes: 60,
             devices: vms,

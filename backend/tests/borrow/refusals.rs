@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use farside_backend::{Backend, StartError};
 use farside_devices::dma_test::{self, reg};
-use farside_fabric::NtbLimits;
+use farside_fabric::{NtbLimits, VmShare};
 use farside_lender_protocol::{Client, Fences, HeldFence, Secret};
 use rustix::io::Errno;
 
 use crate::{
-    guest::{CONFIG, enable, read_u32, small},
+    guest::{CONFIG, Ram, enable, read_u32, small},
     host::{DMA, Host, Served, assert_closed, disk, dma_test, until},
     vmm::Vmm,
 };
@@ -136,6 +136,42 @@ fn an_adapter_without_requester_entries_refuses_by_the_limits_name() {
     drop(clients.remove(0));
     until("the device is returned", || served.state() == "described");
     clients[1].reset().unwrap();
+}
+
+#[test]
+fn a_vm_that_wants_more_than_its_share_is_refused_by_the_limits_name() {
+    let limits = NtbLimits {
+        bar_size: 64 << 20,
+        lut_entries: 64,
+        per_vm: VmShare {
+            lut_entries: Some(4),
+            requester_entries: Some(1),
+        },
+        ..NtbLimits::default()
+    };
+    let ids = ["dma0", "dma1", "dma2"];
+    let host = Host::lending(limits, |_| ids.iter().map(|id| dma_test(id)).collect());
+    let served = Served::start(host.config("a", &ids[..2]));
+    let mut first = served.client("dma0");
+    first.reset().unwrap();
+    let mut second = served.client("dma1");
+    assert_eq!(second.reset(), Err(Errno::NOSPC));
+    let error = served.full_status().devices[1].last_error.clone();
+    let error = error.expect("an error is reported");
+    assert!(error.contains("per-vm.requester-entries"), "{error}");
+    // Another VM notices nothing.
+    let other = Served::start(host.config("b", &ids[2..]));
+    let mut third = other.client("dma2");
+    let _ram = small(&mut third);
+    third.reset().unwrap();
+    assert!(enable(&mut third));
+    // More RAM than four entries translate.
+    let ram = Ram::new(5 << 20);
+    first.map(0, 5 << 20, ram.fd(0)).unwrap();
+    assert!(!enable(&mut first));
+    let error = served.full_status().devices[0].last_error.clone();
+    let error = error.expect("an error is reported");
+    assert!(error.contains("per-vm.lut-entries"), "{error}");
 }
 
 #[test]

@@ -70,6 +70,10 @@ pub enum Limit {
     LutEntries,
     /// One window would take more entries than one window may.
     EntriesPerWindow,
+    /// A VM's windows would take more entries than its share.
+    LutEntriesPerVm,
+    /// A VM has more devices than its share of requester entries.
+    RequesterEntriesPerVm,
 }
 
 impl Limit {
@@ -80,6 +84,8 @@ impl Limit {
             Self::BarSize => "bar-size",
             Self::LutEntries => "lut-entries",
             Self::EntriesPerWindow => "entries-per-window",
+            Self::LutEntriesPerVm => "per-vm.lut-entries",
+            Self::RequesterEntriesPerVm => "per-vm.requester-entries",
         }
     }
 }
@@ -100,6 +106,12 @@ pub(crate) fn room(spans: &[u64], devices: u64, taken: Cost, limits: &NtbLimits)
     let entries = u64::from(limits.lut_entries).saturating_sub(taken.lut_entries);
     let with_windows = entries.checked_div(vm.lut_entries).unwrap_or(u64::MAX);
     let vms = with_windows.min(requesters / devices.max(1));
+    if vms > 0 && exceeds(limits.per_vm.requester_entries, devices) {
+        return (0, Limit::RequesterEntriesPerVm);
+    }
+    if vms > 0 && exceeds(limits.per_vm.lut_entries, vm.lut_entries) {
+        return (0, Limit::LutEntriesPerVm);
+    }
     // The first device of a VM takes its requester entry, then the windows; the others take
     // requester entries alone.
     let limit = if with_windows > vms || requesters == vms.saturating_mul(devices) {
@@ -112,4 +124,9 @@ pub(crate) fn room(spans: &[u64], devices: u64, taken: Cost, limits: &NtbLimits)
         }
     };
     (vms, limit)
+}
+
+/// Whether a VM that needs this much exceeds its share.
+fn exceeds(share: Option<u32>, needed: u64) -> bool {
+    share.is_some_and(|share| needed > share.into())
 }

@@ -172,7 +172,15 @@ fn place(plan: &mut NtbPlan, guests: &[Guest]) {
         if placed == vms {
             continue;
         }
-        let remedy = remedy(guests, &plan.guests, &limits);
+        let raise = |share: u64| Remedy {
+            per_vm: Some(share),
+            ..Remedy::default()
+        };
+        let remedy = match limit {
+            Limit::LutEntriesPerVm => raise(per_vm.lut_entries),
+            Limit::RequesterEntriesPerVm => raise(devices),
+            _ => remedy(guests, &plan.guests, &limits),
+        };
         let alone = Guest {
             vms: 1,
             ..guest.clone()
@@ -218,6 +226,16 @@ fn refusal(guest: &Guest, limit: Limit, taken: Cost, limits: &NtbLimits) -> Stri
                 limits.max_entries()
             )
         }
+        Limit::LutEntriesPerVm => format!(
+            "{guest} needs {} LUT entries of {segment}; the share of a VM is {} (per-vm.lut-entries)",
+            needs.lut_entries,
+            limits.lut_entries_per_vm()
+        ),
+        Limit::RequesterEntriesPerVm => format!(
+            "{guest} needs {} requester entries; the share of a VM is {} (per-vm.requester-entries)",
+            needs.requester_entries,
+            limits.devices_per_vm()
+        ),
         Limit::BarSize | Limit::LutEntries => format!(
             "{guest} needs {} more LUT entries of {segment}, of {} (bar-size = {}) {} are free",
             needs.lut_entries,

@@ -1,6 +1,6 @@
 //! Adapters by name, for planning without hardware.
 
-use farside_fabric::NtbLimits;
+use farside_fabric::{NtbLimits, VmShare};
 
 /// An adapter, and where its numbers are from.
 #[derive(Clone, Debug)]
@@ -26,6 +26,7 @@ const PXH830: NtbLimits = NtbLimits {
     entries_per_window: None,
     requester_entries: 32,
     reserved_requesters: 2,
+    per_vm: VmShare::ALL,
 };
 
 /// Two windows with a BAR and a translation register each.

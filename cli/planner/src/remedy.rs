@@ -14,6 +14,8 @@ pub struct Remedy {
     pub lut_entries: Option<u32>,
     /// Sufficient requester table size, with the entries of CPUs.
     pub requester_entries: Option<u32>,
+    /// Sufficient share of a VM, where that is too small.
+    pub per_vm: Option<u64>,
     /// Sufficient number of lenders like this one.
     pub lenders: Option<u64>,
 }
@@ -82,6 +84,7 @@ impl fmt::Display for Remedy {
             self.lut_entries.map(|n| format!("lut-entries to {n}")),
             self.requester_entries
                 .map(|n| format!("requester-entries to {n}")),
+            self.per_vm.map(|n| format!("that share to {n}")),
         ];
         let raise: Vec<String> = raise.into_iter().flatten().collect();
         match (raise.as_slice(), self.lenders) {

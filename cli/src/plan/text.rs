@@ -96,18 +96,22 @@ fn adapter_lines(page: &mut Page, limits: &NtbLimits) {
     if let Some(most) = limits.entries_per_window {
         let _ = write!(lut, ", at most {most} for one window");
     }
+    if let Some(most) = limits.per_vm.lut_entries {
+        let _ = write!(lut, ", at most {most} for one VM");
+    }
     page.line("BAR", &lut);
     let alignment = Size(limits.alignment());
     page.line("peer addresses", &format!("multiples of {alignment}"));
-    page.line(
-        "requester entries",
-        &format!(
-            "{}, {} of them the CPUs': {}",
-            limits.requester_entries,
-            limits.reserved_requesters,
-            count(limits.max_devices().into(), "device")
-        ),
+    let mut requesters = format!(
+        "{}, {} of them the CPUs': {}",
+        limits.requester_entries,
+        limits.reserved_requesters,
+        count(limits.max_devices().into(), "device")
     );
+    if let Some(most) = limits.per_vm.requester_entries {
+        let _ = write!(requesters, ", at most {most} for one VM");
+    }
+    page.line("requester entries", &requesters);
 }
 
 fn ntb_guest(page: &mut Page, guest: &NtbGuest) {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use farside_error_chain::Chain;
 use farside_fabric::{
     AdapterUsage, BusAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, PeerAddress,
-    TakenWindow, fits,
+    TakenWindow, VmShare, fits,
 };
 use farside_irq_relay::IrqEventFd;
 use farside_pci::Bdf;
@@ -39,6 +39,8 @@ pub struct Parts<F: FunctionOps> {
     pub window_address: BusAddress,
     /// Requester ids of CPUs: 0 (00:00.0), and others of the host bridge.
     pub cpu_requesters: Vec<u16>,
+    /// The share of one VM of the tables.
+    pub per_vm: VmShare,
 }
 
 struct Shared<F: FunctionOps> {
@@ -75,6 +77,7 @@ impl<F: FunctionOps> Adapter<F> {
             window,
             window_address,
             cpu_requesters,
+            per_vm,
         } = parts;
         let bdf = function.bdf();
         let capabilities = driver.capabilities().clone();
@@ -87,7 +90,7 @@ impl<F: FunctionOps> Adapter<F> {
             return Err(NtbError::Unusable { bdf, problem });
         }
         // Cannot exceed the table's size: `validate` checks that.
-        let limits = capabilities.limits(cpu_requesters.len() as u32);
+        let limits = capabilities.limits(cpu_requesters.len() as u32, per_vm);
         let tables = NtbTables::new(limits.clone())?;
         let alignment = address_alignment(capabilities.address_alignment, capabilities.segment());
         let peer_space = PeerSpace::new(function.domain().usable()?, alignment);

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use farside_fabric::{LutRange, NtbLimits, PeerAddress};
+use farside_fabric::{LutRange, NtbLimits, PeerAddress, VmShare};
 
 use crate::NtbError;
 
@@ -41,7 +41,7 @@ impl Capabilities {
     }
 
     /// The fabric's limits, with `reserved_requesters` of the requester entries used by CPUs.
-    pub fn limits(&self, reserved_requesters: u32) -> NtbLimits {
+    pub fn limits(&self, reserved_requesters: u32, per_vm: VmShare) -> NtbLimits {
         NtbLimits {
             bar_size: self.window_size,
             lut_entries: self.lut_entries,
@@ -49,6 +49,7 @@ impl Capabilities {
             entries_per_window: self.entries_per_window,
             requester_entries: self.requester_entries,
             reserved_requesters,
+            per_vm,
         }
     }
 }

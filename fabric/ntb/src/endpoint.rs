@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use farside_fabric::BusAddress;
+use farside_fabric::{BusAddress, VmShare};
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function};
 
@@ -20,6 +20,8 @@ pub struct EndpointOptions {
     pub api: Api,
     /// Requester ids of this host's CPUs. Root complexes use 0, which is 00:00.0.
     pub cpu_requesters: Vec<u16>,
+    /// The share of one VM of the tables.
+    pub per_vm: VmShare,
 }
 
 impl EndpointOptions {
@@ -29,6 +31,7 @@ impl EndpointOptions {
             bdf,
             api,
             cpu_requesters: vec![0],
+            per_vm: VmShare::ALL,
         }
     }
 
@@ -51,6 +54,7 @@ impl EndpointOptions {
             window,
             window_address: bar_address(bdf, WINDOW_BAR).unwrap_or(BusAddress::new(0)),
             cpu_requesters: self.cpu_requesters.clone(),
+            per_vm: self.per_vm,
         })
     }
 }

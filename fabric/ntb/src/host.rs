@@ -1,5 +1,6 @@
 //! Binds this host's endpoint to vfio-pci, opens it, and returns it to its driver.
 
+use farside_fabric::VmShare;
 use farside_host_pci::{Binding, Force, HostPci};
 use farside_pci::Bdf;
 use farside_vfio::Api;
@@ -18,22 +19,27 @@ pub struct HostEndpoint {
 }
 
 impl HostEndpoint {
-    /// Binds the function to vfio-pci and opens it; see [`EndpointOptions::open`].
+    /// Binds the function to vfio-pci and opens it; see [`EndpointOptions::open`]. A VM gets at most
+    /// the share `per_vm` of its tables.
     ///
     /// # Errors
     /// [`NtbError::WrongDevice`], before any change; [`NtbError::Pci`] if binding fails; those of
     /// [`EndpointOptions::open`].
-    pub fn open(bdf: Bdf) -> Result<Self, NtbError> {
-        Self::open_of(&HostPci::new(), bdf)
+    pub fn open(bdf: Bdf, per_vm: VmShare) -> Result<Self, NtbError> {
+        Self::open_of(&HostPci::new(), bdf, per_vm)
     }
 
-    fn open_of(host: &HostPci, bdf: Bdf) -> Result<Self, NtbError> {
+    fn open_of(host: &HostPci, bdf: Bdf, per_vm: VmShare) -> Result<Self, NtbError> {
         let info = host.function(&bdf)?;
         check_ids(bdf, info.vendor, info.device)?;
         let binding = host.bind_to_vfio(&bdf, Force::No)?;
         host.group(&bdf)?.viable(&bdf, &[bdf])?;
         let api = Api::detect().map_err(|error| NtbError::Fabric(error.into()))?;
-        let adapter = match EndpointOptions::new(bdf, api).open() {
+        let options = EndpointOptions {
+            per_vm,
+            ..EndpointOptions::new(bdf, api)
+        };
+        let adapter = match options.open() {
             Ok(adapter) => adapter,
             Err(error) => {
                 if error.is_busy() {
@@ -83,7 +89,7 @@ mod tests {
         for (file, text) in [("vendor", "0x8086\n"), ("device", "0x10d3\n")] {
             fs::write(directory.join(file), text).unwrap();
         }
-        let opened = HostEndpoint::open_of(&HostPci::at(root.path()), bdf);
+        let opened = HostEndpoint::open_of(&HostPci::at(root.path()), bdf, VmShare::ALL);
         let error = opened.err().expect("it is a network card").to_string();
         assert!(
             error.contains("0000:03:00.0") && error.contains("8086:10d3, expected fa5d:b41d"),
@@ -91,7 +97,7 @@ mod tests {
         );
         assert!(!directory.join("driver_override").exists());
         let nobody = "0000:04:00.0".parse().unwrap();
-        let opened = HostEndpoint::open_of(&HostPci::at(root.path()), nobody);
+        let opened = HostEndpoint::open_of(&HostPci::at(root.path()), nobody, VmShare::ALL);
         assert!(matches!(opened.err(), Some(NtbError::Pci(_))));
     }
 }

@@ -9,7 +9,7 @@ use crate::{DeviceStatus, Fence, HeldFence, IrqUpdate, KeptFor, LimitUse, MAX_ME
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(

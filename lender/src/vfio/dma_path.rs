@@ -37,7 +37,7 @@ impl DmaPath {
     pub(super) fn lut_entries(&self) -> Option<u32> {
         match self {
             Self::Local(_) => None,
-            Self::Ntb(path) => Some(path.adapter().limits().lut_entries),
+            Self::Ntb(path) => Some(path.adapter().limits().lut_entries_per_vm()),
         }
     }
 

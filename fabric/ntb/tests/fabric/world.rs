@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use farside_fabric::memory::{HostSlice, SharedMemory};
-use farside_fabric::{BusAddress, FabricError, Iova, MemoryRange};
+use farside_fabric::{BusAddress, FabricError, Iova, MemoryRange, VmShare};
 use farside_irq_relay::IrqEventFd;
 use farside_ntb::platform::{DomainOps, FunctionOps};
 use farside_ntb::regs::{REGISTERS_BAR, VECTORS, WINDOW_BAR};
@@ -109,6 +109,7 @@ impl World {
             window,
             window_address: BusAddress::new(1 << 40),
             cpu_requesters: vec![0],
+            per_vm: VmShare::ALL,
         })
         .expect("the endpoint is taken into use")
     }
