@@ -1,11 +1,13 @@
 //! `farside migration`: the migrations of this host, and repairs by hand.
 
+use std::path::PathBuf;
+
 use clap::{Args as ClapArgs, Subcommand};
 use farside_bench::text_table;
 use farside_daemon::{DeviceId, VmName, paths};
 use farside_lender_protocol::{Address, Client, Secret};
 use farside_migration::{
-    Journal, LocalHost, Mover, Remote, Role, Shell, Step, Store, claim, forget, lock_vm,
+    Accept, Journal, LocalHost, Mover, Remote, Role, Shell, Step, Store, claim, forget, lock_vm,
     resume_here, serve_agent,
 };
 
@@ -38,9 +40,7 @@ enum Verb {
         vm: VmName,
     },
     Release(Release),
-    /// Serve another host on standard input and output
-    #[command(hide = true)]
-    Agent,
+    Agent(Agent),
 }
 
 /// Resume an interrupted migration, or roll it back
@@ -73,6 +73,19 @@ struct Release {
     /// The lender of that device [default: this host's].
     #[arg(long, value_name = "ADDRESS")]
     lender: Option<Address>,
+}
+
+/// Serve another host on standard input and output
+///
+/// `farside migrate` runs this by ssh. The flags restrict a key of ssh that has this as its command.
+#[derive(Debug, ClapArgs)]
+struct Agent {
+    /// A VM that may come to this host; repeatable [default: any].
+    #[arg(long, value_name = "VM")]
+    vm: Vec<VmName>,
+    /// A QEMU binary that VMs may run, which then confines itself; repeatable [default: any].
+    #[arg(long, value_name = "PATH")]
+    qemu: Vec<PathBuf>,
 }
 
 #[derive(Debug, ClapArgs)]
@@ -117,9 +130,13 @@ pub(crate) fn run(args: &Migration) -> anyhow::Result<()> {
             println!("device {device} can be borrowed by any VM");
             Ok(())
         }
-        Verb::Agent => {
+        Verb::Agent(Agent { vm, qemu }) => {
             let (input, output) = (std::io::stdin().lock(), std::io::stdout().lock());
-            Ok(serve_agent(&LocalHost, input, output)?)
+            let accept = Accept {
+                vms: vm.clone(),
+                qemus: qemu.clone(),
+            };
+            Ok(serve_agent(&LocalHost, &accept, input, output)?)
         }
     }
 }

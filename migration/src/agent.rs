@@ -5,13 +5,18 @@ use std::io::{Read, Write};
 use farside_daemon::{FileLock, VmName};
 
 use crate::{
-    Arrival, Error, Host, Reply, Request, Result,
+    Accept, Arrival, Error, Host, Reply, Request, Result,
     lock::lock_vm,
     wire::{receive, send},
 };
 
-/// Serves requests until the input ends. The first must be Hello.
-pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write) -> Result<()> {
+/// Serves the requests that are accepted until the input ends. The first must be Hello.
+pub fn serve_agent(
+    host: &dyn Host,
+    accept: &Accept,
+    mut input: impl Read,
+    mut output: impl Write,
+) -> Result<()> {
     let arrival = Arrival::new(host);
     let mut greeted = false;
     let mut locked: Option<(VmName, FileLock)> = None;
@@ -32,7 +37,10 @@ pub fn serve_agent(host: &dyn Host, mut input: impl Read, mut output: impl Write
                 reply
             }
             (_, false) => Reply::Failed(Error::lost("the first message must be Hello")),
-            (_, true) => match take_lock(&mut locked, &request) {
+            (_, true) => match accept
+                .check(&request)
+                .and_then(|()| take_lock(&mut locked, &request))
+            {
                 Ok(()) => arrival.answer(request),
                 Err(error) => Reply::Failed(error),
             },

@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod accept;
 mod agent;
 mod arrival;
 pub mod check;
@@ -36,6 +37,7 @@ mod strategy;
 mod transport;
 mod wire;
 
+pub use accept::Accept;
 pub use agent::serve_agent;
 pub use arrival::{Arrival, resume_here};
 pub use error::{Error, ErrorKind, Result};
