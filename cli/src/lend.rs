@@ -3,7 +3,8 @@
 use std::{os::fd::AsFd, path::Path};
 
 use anyhow::{Context, bail, ensure};
-use farside_daemon::{Activated, DeviceId, close_inherited, paths, ready};
+use farside_daemon::{Activated, DeviceId, cgroup, close_inherited, paths, ready};
+use farside_fabric::VmShare;
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model, NtbConfig, Program, Source, VfioConfig, VfsConfig},
@@ -56,7 +57,8 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     });
     config.device.extend(nvme.chain(dma_test).chain(vfio));
     if let Some(function) = args.ntb {
-        config.ntb = Some(NtbConfig { function });
+        let per_vm = config.ntb.map_or(VmShare::ALL, |ntb| ntb.per_vm);
+        config.ntb = Some(NtbConfig { function, per_vm });
     }
     let vfs = args.vfs.into_iter();
     config
@@ -70,6 +72,8 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         // This program, also after its file was replaced by a later version.
         path: "/proc/self/exe".into(),
         args: vec!["lease-worker".into()],
+        cgroup: cgroup::Delegated::take(config.worker_memory_max)
+            .context("cannot use the delegated control group")?,
     });
     let lender = Lender::start_activated(config, activated)?;
     signals::raise_on_signal(&lender.stop_handle(), signals::stopping)

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    io::{BufRead, BufReader, Read, Write, stdout},
+    io::{self, BufRead, BufReader, Read, Write, stdout},
     os::fd::AsFd,
     path::PathBuf,
     process::{Child, ChildStderr, Command, Stdio},
@@ -32,10 +32,15 @@ struct Lender {
 
 impl Lender {
     fn start() -> Self {
+        Self::start_by(Command::new(env!("CARGO_BIN_EXE_farside")))
+    }
+
+    /// By a command that executes `farside`.
+    fn start_by(mut farside: Command) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let image = fs::File::create(dir.path().join("disk.img")).expect("a file");
         image.set_len(16 << 20).expect("a size");
-        let mut child = Command::new(env!("CARGO_BIN_EXE_farside"))
+        let mut child = farside
             .arg("lend")
             .arg("--socket")
             .arg(dir.path().join("lender.sock"))
@@ -177,6 +182,95 @@ fn assert_closed(registers: &mut Channel) {
     match registers.receive::<Event>(DEADLINE) {
         Err(ChannelError::Closed) => {}
         other => panic!("{other:?}"),
+    }
+}
+
+/// A control group with the mark of a service manager that has delegated it.
+struct Delegated(PathBuf);
+
+impl Delegated {
+    fn new() -> Result<Self, String> {
+        let mounts = fs::read_to_string("/proc/mounts").expect("mounts");
+        let mounts = mounts
+            .lines()
+            .map(|line| line.split(' ').collect::<Vec<_>>());
+        let mount = mounts.filter(|fields| fields[2] == "cgroup2").last();
+        let mount = mount.ok_or("no control groups of version 2")?[1].to_owned();
+        let path = PathBuf::from(mount).join(format!("farside-test-{}", std::process::id()));
+        let refused = |what| move |error: io::Error| format!("{what}: {error}");
+        fs::create_dir(&path).map_err(refused("cannot create a control group"))?;
+        let group = Self(path);
+        let flags = rustix::fs::XattrFlags::empty();
+        let marked = rustix::fs::setxattr(&group.0, "user.delegate", b"1", flags);
+        marked
+            .map_err(io::Error::from)
+            .map_err(refused("cannot mark a control group"))?;
+        Ok(group)
+    }
+
+    /// `farside`, started in it.
+    fn command(&self) -> Command {
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""])
+            .arg(&self.0)
+            .arg(env!("CARGO_BIN_EXE_farside"));
+        command
+    }
+
+    /// The groups in it with their processes.
+    fn groups(&self) -> Vec<(String, String)> {
+        let entries = fs::read_dir(&self.0).expect("a group").flatten();
+        let groups = entries.filter(|entry| entry.path().is_dir());
+        let mut groups: Vec<_> = groups
+            .map(|group| {
+                let processes = fs::read_to_string(group.path().join("cgroup.procs"));
+                let name = group.file_name().to_string_lossy().into_owned();
+                (name, processes.unwrap_or_default().trim().to_owned())
+            })
+            .collect();
+        groups.sort();
+        groups
+    }
+}
+
+impl Drop for Delegated {
+    fn drop(&mut self) {
+        for (name, _) in self.groups() {
+            // What is in use shows in the assertions.
+            let _ = fs::remove_dir(self.0.join(name));
+        }
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn a_worker_has_a_control_group_of_its_own_where_one_is_delegated() {
+    let test = "a_worker_has_a_control_group_of_its_own_where_one_is_delegated";
+    let delegated = match Delegated::new() {
+        Ok(delegated) => delegated,
+        Err(reason) => {
+            return writeln!(stdout().lock(), "skipped: {test}: {reason}").expect("stdout");
+        }
+    };
+    let lender = Lender::start_by(delegated.command());
+    let broker = ("broker".to_owned(), lender.child.id().to_string());
+    let leases = ["dma0", "dma1"].map(|device| borrow(&lender, device, "web1"));
+    let mut expected = vec![broker.clone()];
+    for device in ["dma0", "dma1"] {
+        let pid = lender.worker(device).pid.as_raw_nonzero();
+        expected.push((format!("worker-{device}-{pid}"), pid.to_string()));
+    }
+    assert_eq!(delegated.groups(), expected);
+    // However a worker ends, its group goes.
+    lender.worker("dma0").kill(Signal::KILL);
+    let [(_, mut killed), returned] = leases;
+    assert_closed(&mut killed);
+    drop(returned);
+    let deadline = Instant::now() + DEADLINE;
+    while delegated.groups() != std::slice::from_ref(&broker) {
+        assert!(Instant::now() < deadline, "{:?}", delegated.groups());
+        std::thread::sleep(Duration::from_millis(10));
     }
 }
 

@@ -3,6 +3,7 @@
 //! - [`paths`]: default paths of sockets, state and configurations.
 //! - [`VmName`], [`DeviceId`], [`LenderName`], [`GroupName`]: names, checked when parsed.
 //! - [`is_private`]: networks that need no encryption.
+//! - [`cgroup`]: a control group for each child process.
 //! - [`confine`]: giving up privileges, paths and system calls.
 //! - [`files`]: small files that survive a crash.
 //! - [`FileLock`]: a lock between processes.
@@ -24,6 +25,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod cgroup;
 pub mod confine;
 pub mod files;
 pub mod paths;

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::{DeviceId, VmName};
+use farside_daemon::{DeviceId, VmName, cgroup};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
@@ -49,6 +49,8 @@ pub struct Program {
     pub path: OsString,
     /// Its arguments, before the device and the VM, which are for `ps`.
     pub args: Vec<OsString>,
+    /// Where each worker gets a control group of its own, if the service manager has delegated one.
+    pub cgroup: Option<cgroup::Delegated>,
 }
 
 /// A device whose leases are served by workers.
@@ -289,11 +291,29 @@ impl WorkerDevice {
                 program: self.program.path.clone(),
                 source,
             })?;
-        let worker = Worker::new(child, orders, calls, log).map_err(StartError::Channel)?;
+        let mut worker = Worker::new(child, orders, calls, log).map_err(StartError::Channel)?;
+        worker.group = self.place(worker.pid());
         Ok(Spawned {
             worker,
             their_calls: their_calls.into_socket(),
         })
+    }
+
+    /// The control group of a new worker.
+    fn place(&self, pid: u32) -> Option<cgroup::Group> {
+        let groups = self.program.cgroup.as_ref()?;
+        // A worker that is killed may have its successor before it is gone.
+        match groups.place(&format!("worker-{}-{pid}", self.id), pid) {
+            Ok(group) => Some(group),
+            Err(error) => {
+                log::warn!(
+                    "device {}: the worker has no control group of its own in {}: {error}",
+                    self.id,
+                    groups.path().display()
+                );
+                None
+            }
+        }
     }
 
     /// The lease of `vm` has ended, with this last report and handle on the function.
@@ -446,6 +466,8 @@ pub(crate) struct Worker {
     pub(crate) calls: Channel,
     /// Its standard error, not blocking.
     pub(crate) log: PipeReader,
+    /// Removed when the process is gone.
+    group: Option<cgroup::Group>,
 }
 
 impl Worker {
@@ -457,6 +479,7 @@ impl Worker {
                 orders,
                 calls,
                 log,
+                group: None,
             }),
             Err(errno) => {
                 // It has no lease yet.

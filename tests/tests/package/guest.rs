@@ -13,6 +13,9 @@ const IMAGE: &str = "/var/lib/farside/disk0.img";
 /// The output of the guest.
 pub const CONSOLE: &str = "/var/lib/farside/web1.console";
 
+/// The control group of the worker of its lease.
+const WORKER: &str = "/sys/fs/cgroup/system.slice/farside-lender.service/worker-disk0-*";
+
 /// The guest's script in place of a system: reads a line from the disk, writes one to its
 /// second sector, and powers off.
 const IN_GUEST: &str = "b=/usr/bin/busybox; $b mount -t proc proc /proc; \
@@ -37,13 +40,26 @@ pub fn runs(machine: &Machine) -> Result<()> {
     // Units, sockets, lender, limits, QEMU: the VM has all it needs.
     machine.sh("farside doctor --timeout 120 web1 2>&1")?;
     // `--wait` would require D-Bus, which is missing.
-    machine
+    let group = machine
         .sh(&format!(
             "systemctl start {QEMU}
              pid=$(systemctl show --value -p MainPID {QEMU})
-             [ $pid = 0 ] || tail -f --pid=$pid /dev/null"
+             until [ -d {WORKER} ]; do kill -0 $pid || exit 1; sleep 0.1; done
+             grep -H . {WORKER}/cgroup.procs {WORKER}/pids.max {WORKER}/memory.max {WORKER}/cgroup.controllers
+             tail -f --pid=$pid /dev/null"
         ))
         .with_context(|| console(machine))?;
+    // The worker of the lease has a control group of its own, with limits, while it runs.
+    let limited = [
+        "cgroup.procs:",
+        "pids.max:256",
+        "memory.max:max",
+        "cpu memory pids",
+    ];
+    ensure!(limited.iter().all(|part| group.contains(part)), "{group}");
+    machine.sh(&format!(
+        "n=0; while [ -d {WORKER} ]; do n=$((n + 1)); [ $n -lt 300 ] || exit 1; sleep 0.1; done"
+    ))?;
     let said = console(machine);
     let result = machine.show(QEMU, "Result")?;
     ensure!(

@@ -51,6 +51,7 @@ impl Home for Problems {
 /// A process that does nothing with its lease.
 fn idle() -> Program {
     Program {
+        cgroup: None,
         path: "sh".into(),
         args: vec!["-c".into(), "exec sleep 1000".into()],
     }
@@ -193,6 +194,7 @@ fn with_medium(program: Program) -> (DeviceLoop, WorkerDevice, mpsc::Receiver<Op
 #[test]
 fn a_device_whose_worker_does_not_start_is_kept_for_a_vm_that_may_go_on() {
     let missing = Program {
+        cgroup: None,
         path: "/nonexistent/farside".into(),
         args: Vec::new(),
     };
