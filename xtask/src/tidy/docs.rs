@@ -1,9 +1,13 @@
-//! Documents: links, the index of decisions, and the tests named in SPECIFICATION.md.
+//! Documents: links, the index of decisions, the tests named in SPECIFICATION.md, and the filters of
+//! system calls.
+
+use std::collections::BTreeSet;
 
 use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 
 use super::{Problem, Tree};
 
+const SYSTEM_CALLS: &str = "docs/system-calls.md";
 const SPECIFICATION: &str = "SPECIFICATION.md";
 const DECISIONS: &str = "docs/decisions/";
 const INDEX: &str = "docs/decisions/README.md";
@@ -58,6 +62,47 @@ pub(super) fn sources(tree: &Tree) -> Vec<Problem> {
         }
     }
     problems
+}
+
+/// Differences between the page of system calls and the filters in the source. A heading of the page
+/// names the source, and the first column of its table the calls.
+pub(super) fn system_calls(tree: &Tree) -> Vec<Problem> {
+    let page = tree.text(SYSTEM_CALLS).unwrap_or_default();
+    let mut problems = Vec::new();
+    let mut sections = page.split("\n## ").skip(1).peekable();
+    if sections.peek().is_none() {
+        problems.push(Problem::of_file(SYSTEM_CALLS, "lists no filter"));
+    }
+    for section in sections {
+        let (heading, table) = section.split_once('\n').unwrap_or((section, ""));
+        let source = heading.split('`').nth(1).unwrap_or_default();
+        let code = tree.text(source).unwrap_or_default();
+        let code = code.split("\nmod tests {").next().unwrap_or_default();
+        let used: BTreeSet<&str> = code.split("libc::SYS_").skip(1).map(word).collect();
+        let rows = table.lines().filter(|line| line.starts_with("| `"));
+        let columns = rows.filter_map(|row| row.split('|').nth(1));
+        let listed: BTreeSet<&str> = columns
+            .flat_map(|column| column.split('`').skip(1).step_by(2))
+            .collect();
+        let unlisted = used
+            .difference(&listed)
+            .map(|call| format!("has no {call}, which {source} allows"));
+        let unused = listed
+            .difference(&used)
+            .map(|call| format!("has {call}, which {source} has not"));
+        problems.extend(
+            unlisted
+                .chain(unused)
+                .map(|what| Problem::of_file(SYSTEM_CALLS, what)),
+        );
+    }
+    problems
+}
+
+/// The identifier at the beginning of `text`.
+fn word(text: &str) -> &str {
+    let end = text.find(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    &text[..end.unwrap_or(text.len())]
 }
 
 /// The number of the line at byte `offset`.
@@ -263,5 +308,25 @@ mod tests {
             told(sources(&tree)),
             [missing("rc/b.rs"), missing("src/c.rs")]
         );
+    }
+
+    #[test]
+    fn system_calls_are_those_of_the_filter() {
+        let page = "# Calls\n\n## Of it: `a.rs`\n\n| calls | for |\n| --- | --- |\n| `read`, `open` | `x` |\n";
+        let code = |calls: &str| format!("{calls}\nmod tests {{ libc::SYS_kill }}");
+        let found = |calls: &str| {
+            let files = [(SYSTEM_CALLS, page), ("a.rs", &code(calls))];
+            let problems = system_calls(&tree(&files));
+            problems.into_iter().map(|it| it.what).collect::<Vec<_>>()
+        };
+        assert_eq!(found("libc::SYS_read,\nlibc::SYS_open,"), [""; 0]);
+        assert_eq!(
+            found("libc::SYS_read, libc::SYS_openat"),
+            [
+                "has no openat, which a.rs allows",
+                "has open, which a.rs has not"
+            ]
+        );
+        assert_eq!(system_calls(&tree(&[])).len(), 1);
     }
 }

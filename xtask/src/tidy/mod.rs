@@ -3,7 +3,8 @@
 //!
 //! - [`crates`]: the crate table of docs/architecture.md, import cycles, the size of the
 //!   top level, unused dependencies, features that are shipped but not tested;
-//! - [`docs`]: links, the index of decisions, the tests named in SPECIFICATION.md;
+//! - [`docs`]: links, the index of decisions, the tests named in SPECIFICATION.md, the filters of
+//!   system calls;
 //! - [`sources`]: length of files, `unsafe`, terms.
 
 mod crates;
@@ -46,6 +47,7 @@ pub(crate) fn run() -> Result<ExitCode> {
         ("features", crates::features()?),
         ("links", docs::links(&tree)),
         ("file names", docs::sources(&tree)),
+        ("system calls", docs::system_calls(&tree)),
         ("decisions", docs::decisions(&tree)),
         ("specification", docs::specification(&tree)),
         ("file length", sources::length(&tree)),
