@@ -72,8 +72,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         // This program, also after its file was replaced by a later version.
         path: "/proc/self/exe".into(),
         args: vec!["lease-worker".into()],
-        cgroup: cgroup::Delegated::take(config.worker_memory_max)
-            .context("cannot use the delegated control group")?,
+        cgroup: delegated(config.worker_memory_max),
     });
     let lender = Lender::start_activated(config, activated)?;
     signals::raise_on_signal(&lender.stop_handle(), signals::stopping)
@@ -216,4 +215,20 @@ mod tests {
         assert!(fault(&["--remove", "x"]).contains("cannot be used with"));
         assert!(fault(&[]).contains("no device to add"));
     }
+}
+
+/// The control group that the service manager has delegated. Workers do without.
+fn delegated(memory_max: Option<u64>) -> Option<cgroup::Delegated> {
+    let delegated = cgroup::Delegated::take(memory_max).unwrap_or_else(|error| {
+        log::warn!(
+            "workers have no control groups of their own: the delegated one cannot be used: {error}"
+        );
+        None
+    });
+    if delegated.is_none() && memory_max.is_some() {
+        log::warn!(
+            "worker-memory-max has no effect: the service manager has delegated no control group to this lender (Delegate=)"
+        );
+    }
+    delegated
 }
