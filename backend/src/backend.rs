@@ -16,6 +16,7 @@ use farside_daemon::{
     Activated, ActivationError, DeviceId, GroupError, ListenError, SocketGroup, VmName, Wakeup,
     confine::ConfineError, raise_open_files,
 };
+use farside_discovery::Discovery;
 use farside_error_chain::Chain;
 use farside_fabric::{VmShare, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
@@ -49,6 +50,8 @@ pub struct Config {
     pub devices: Vec<DeviceId>,
     /// The lenders to search, in this order.
     pub lenders: Vec<Address>,
+    /// How more of them are found, by the helper process.
+    pub discovery: Option<Discovery>,
     /// The directory of this host's certificates, for lenders at `tls:HOST:PORT`.
     pub pki: PathBuf,
     /// This host's NTB endpoint, for devices of other hosts.

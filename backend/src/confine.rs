@@ -167,6 +167,7 @@ mod tests {
             directory: directory.join("vm/web1"),
             devices: Vec::new(),
             lenders: vec!["tls:host:7410".parse().unwrap()],
+            discovery: None,
             pki: directory.join("pki"),
             ntb: None,
             fences: None,

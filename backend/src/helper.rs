@@ -1,5 +1,5 @@
 //! The helper process of a backend that confines itself: it does what the backend may not do any more,
-//! for this VM alone. It opens connections to the VM's lenders and binds the VM's sockets, whose
+//! for this VM alone. It finds lenders in etcd and by mDNS; opens connections to the VM's lenders and binds the VM's sockets, whose
 //! descriptors it sends; opens this host's certificates; reads the VM's fences; unplugs a device that
 //! its lender takes back; and removes the directory of the sockets at the end.
 //!
@@ -20,9 +20,10 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, OwnedListener, RateLimit, SocketGroup, VmName, Wakeup};
+use farside_discovery::{Discovery, Known};
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
-    Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence,
+    Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence, Instance,
     MAX_REVOKE_LIMIT, RemoteError, Target, dial,
 };
 use farside_pki::{CA_CERT, CA_CRL, Side};
@@ -33,6 +34,7 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 
+use found::Found;
 use releases::Releases;
 
 use crate::{
@@ -40,6 +42,7 @@ use crate::{
     sockets::{self, SocketName},
 };
 
+mod found;
 mod releases;
 
 /// Time limit for a message to be taken: neither process does anything else with the channel.
@@ -63,6 +66,9 @@ const END_TIMEOUT: Duration = Duration::from_secs(1);
 /// Interval of a wait without a limit.
 const IDLE: Duration = Duration::from_secs(3600);
 
+/// Time limit for finding lenders: that of etcd, of resolving its members' names, and of mDNS.
+const FIND_TIMEOUT: Duration = Duration::from_secs(15);
+
 /// Maximum number of orders at a time; each has a thread.
 const MAX_ORDERS: usize = 64;
 
@@ -78,6 +84,8 @@ pub(crate) struct Start {
     pub(crate) pki: PathBuf,
     /// The file with the VM's fences.
     pub(crate) fences: Option<PathBuf>,
+    /// How more lenders are found.
+    pub(crate) discovery: Option<Discovery>,
 }
 
 impl Start {
@@ -89,13 +97,14 @@ impl Start {
             socket_group: config.socket_group.clone(),
             pki: config.pki.clone(),
             fences: config.fences.clone(),
+            discovery: config.discovery.clone(),
         }
     }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Order {
-    Start(Start),
+    Start(Box<Start>),
     /// To a lender at a UNIX socket.
     Greet {
         lender: PathBuf,
@@ -110,6 +119,8 @@ enum Order {
     /// A file in the directory of the certificates.
     Certificate(String),
     Fence(DeviceId),
+    /// The lenders that are found beside those in `Start`.
+    Lenders,
     Release {
         device: DeviceId,
         limit: Duration,
@@ -124,12 +135,18 @@ enum Answer {
     /// With the connection to the lender of this name, which knows the VM.
     Welcome {
         lender: String,
+        instance: Instance,
     },
     /// Of the lender, to Hello.
     Refused(RemoteError),
     /// The lender has not answered Hello.
     Late,
     Fence(Option<HeldFence>),
+    /// As in [`Known`].
+    Lenders {
+        now: Vec<Address>,
+        before: Vec<Address>,
+    },
     Done,
     Failed {
         errno: Option<i32>,
@@ -213,7 +230,7 @@ impl Helper {
     }
 
     pub(crate) fn configure(&self, start: Start) -> io::Result<()> {
-        self.send(&Order::Start(start), &[])
+        self.send(&Order::Start(start.into()), &[])
     }
 
     /// Unplugs a device from the VM, for up to `limit`. Does not wait: an order that the helper does
@@ -238,6 +255,14 @@ impl Helper {
     pub(crate) fn fence(&self, device: &DeviceId) -> io::Result<Option<HeldFence>> {
         match self.ask(&Order::Fence(device.clone()), ANSWER_TIMEOUT)? {
             (Answer::Fence(fence), _) => Ok(fence),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// The lenders that are found, to which connections are opened from now on.
+    pub(crate) fn lenders(&self) -> io::Result<Known> {
+        match self.ask(&Order::Lenders, FIND_TIMEOUT)? {
+            (Answer::Lenders { now, before }, _) => Ok(Known { now, before }),
             _ => Err(unexpected()),
         }
     }
@@ -347,7 +372,11 @@ impl Dial for Helper {
         let answered = self.ask(&order, timeout + CONNECTED_TIMEOUT);
         let (answer, fds) = answered.map_err(unreachable)?;
         match (answer, fds.into_iter().next()) {
-            (Answer::Welcome { lender }, Some(socket)) => Ok(Greeted { socket, lender }),
+            (Answer::Welcome { lender, instance }, Some(socket)) => Ok(Greeted {
+                socket,
+                lender,
+                instance,
+            }),
             (Answer::Refused(error), _) => Err(error.into()),
             (Answer::Late, _) => Err(CallError::Late(timeout)),
             _ => Err(unreachable(unexpected())),
@@ -377,7 +406,7 @@ pub fn serve_backend(
 ) -> Result<(), ChannelError> {
     let mut orders = Channel::from_socket(socket);
     let start = match orders.receive(IDLE) {
-        Ok((Order::Start(start), _)) => start,
+        Ok((Order::Start(start), _)) => *start,
         // The backend could not start.
         Err(ChannelError::Closed) => return Ok(()),
         other => return other.map(drop),
@@ -385,6 +414,7 @@ pub fn serve_backend(
     let server = Arc::new(Server {
         start,
         peers: Mutex::default(),
+        found: Found::default(),
         release,
         releases: Releases::default(),
     });
@@ -419,6 +449,7 @@ struct Server {
     start: Start,
     /// The addresses of the lenders that were reached by name.
     peers: Mutex<HashSet<std::net::SocketAddr>>,
+    found: Found,
     release: fn(&VmName, &DeviceId, Duration),
     releases: Releases,
 }
@@ -429,9 +460,13 @@ impl Server {
         let mut bound = None;
         let answer = match order {
             Order::Greet { lender, timeout } => Ok(match self.greet(&lender, timeout) {
-                Ok(Greeted { socket, lender }) => {
+                Ok(Greeted {
+                    socket,
+                    lender,
+                    instance,
+                }) => {
                     opened = Some(socket);
-                    Answer::Welcome { lender }
+                    Answer::Welcome { lender, instance }
                 }
                 Err(error) => error.into(),
             }),
@@ -448,6 +483,10 @@ impl Server {
                 Answer::Opened
             }),
             Order::Fence(device) => self.fence(&device).map(Answer::Fence),
+            Order::Lenders => {
+                let Known { now, before } = self.found.look(self.start.discovery.as_ref());
+                Ok(Answer::Lenders { now, before })
+            }
             Order::Release { device, limit } => {
                 let release = |left| (self.release)(&self.start.vm, &device, left);
                 let limit = limit.min(MAX_REVOKE_LIMIT);
@@ -487,12 +526,13 @@ impl Server {
         // A UNIX socket takes no certificates.
         let pki = Path::new("");
         let client = Client::connect_by(&address, Some(&self.start.vm), pki, Some(deadline))?;
-        Ok(client.into_greeted())
+        client.into_greeted()
     }
 
     /// Connects to the VM's lenders at TCP ports alone.
     fn connect(&self, target: &Target, timeout: Duration) -> io::Result<OwnedFd> {
-        let mut lenders = self.start.lenders.iter();
+        let found = self.found.all();
+        let mut lenders = self.start.lenders.iter().chain(&found);
         let peers = || self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         let is_lender = match target {
             Target::Unix(_) => false,

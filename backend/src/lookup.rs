@@ -8,6 +8,8 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName};
+use farside_discovery::Known;
+use farside_error_chain::Chain;
 use farside_fabric::{Budget, SharedQuota, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
 use farside_lender_protocol::{
@@ -33,6 +35,8 @@ use crate::{
 pub(crate) struct Lookup {
     vm: VmName,
     lenders: Vec<Address>,
+    /// Whether the helper finds more of them.
+    finds: bool,
     dialer: Dialer,
     helper: Option<Helper>,
     /// With the windows of devices that are reached through it.
@@ -64,6 +68,7 @@ impl Lookup {
         Self {
             vm: config.vm.clone(),
             lenders: config.lenders.clone(),
+            finds: config.discovery.is_some(),
             dialer: match config.helper.clone() {
                 Some(helper) => Dialer::by(&config.pki, Arc::new(helper)),
                 None => Dialer::new(&config.pki),
@@ -161,8 +166,37 @@ impl Lookup {
 
     /// The lender that has the device, and its description.
     fn describe(&self, device: &DeviceId) -> Result<(Address, Described), FindError> {
-        find_device(device, &self.lenders, |lender| {
-            self.connect(lender)?.describe(device)
+        let Known { now, before } = self.found();
+        let lenders = [self.lenders.as_slice(), &now].concat();
+        let found = self.describe_at(device, &lenders);
+        match found {
+            // Those that etcd does not name any more: asked last, as most of them have ended.
+            Err(FindError::Unknown { .. } | FindError::Lender(_)) if !before.is_empty() => {
+                self.describe_at(device, &before).or(found)
+            }
+            found => found,
+        }
+    }
+
+    /// The lenders that are found beside the configured ones.
+    fn found(&self) -> Known {
+        let Some(helper) = self.helper.as_ref().filter(|_| self.finds) else {
+            return Known::default();
+        };
+        helper.lenders().unwrap_or_else(|error| {
+            log::warn!("cannot find lenders: {}", Chain(&error));
+            Known::default()
+        })
+    }
+
+    fn describe_at(
+        &self,
+        device: &DeviceId,
+        lenders: &[Address],
+    ) -> Result<(Address, Described), FindError> {
+        find_device(device, lenders, |lender| {
+            let mut client = self.connect(lender)?;
+            Ok((client.instance()?, client.describe(device)?))
         })
     }
 

@@ -125,6 +125,10 @@ pub(crate) struct Lend {
     /// pki`), or tcp:HOST:PORT without encryption; may be given more than once.
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) listen: Vec<Address>,
+    /// Address at which other hosts reach this lender, tls:HOST:PORT, for etcd and mDNS [default: the
+    /// first tls: address of --listen].
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) announce: Option<Address>,
     /// Listen at tcp: addresses that other hosts can reach: a network that carries
     /// nothing else.
     #[arg(long)]
@@ -171,14 +175,14 @@ pub(crate) struct Lend {
     pub(crate) poll_us: Option<u64>,
     /// Add the devices given by flags, and the `[[device]]` tables of --config, to the lender that
     /// runs at --socket. Only root and its own user can.
-    #[arg(long, conflicts_with_all = ["name", "listen", "ntb", "vfs", "poll_us"])]
+    #[arg(long, conflicts_with_all = ["name", "listen", "announce", "ntb", "vfs", "poll_us"])]
     pub(crate) add: bool,
     /// Remove a device that is not lent from the lender that runs at --socket; may be given more
     /// than once.
     #[arg(
         long,
         value_name = "ID",
-        conflicts_with_all = ["add", "config", "device", "name", "listen", "ntb", "vfs", "poll_us"]
+        conflicts_with_all = ["add", "config", "device", "name", "listen", "announce", "ntb", "vfs", "poll_us"]
     )]
     pub(crate) remove: Vec<DeviceId>,
 }
@@ -188,18 +192,32 @@ pub(crate) struct Lend {
 pub(crate) struct Lenders {
     /// Address of a lender: its socket's path, tls:HOST:PORT, or tcp:HOST:PORT without
     /// encryption; may be given more than once [default: those of
-    /// /etc/farside/host.toml, or this host's].
+    /// /etc/farside/host.toml and those that it has found, or this host's].
     #[arg(long = "lender", value_name = "ADDRESS")]
     pub(crate) lenders: Vec<Address>,
 }
 
 impl Lenders {
-    /// Those named, or those that this host knows.
+    /// Those named, or those that this host's file lists.
     pub(crate) fn addresses(&self) -> Result<Vec<Address>, LoadError> {
         match self.lenders.as_slice() {
             [] => Ok(HostConfig::read()?.lenders()),
             some => Ok(some.to_vec()),
         }
+    }
+
+    /// Those named, or all that this host knows, whichever way: and in the second list those that may
+    /// have ended.
+    pub(crate) fn known(&self) -> Result<(Vec<Address>, Vec<Address>), LoadError> {
+        if !self.lenders.is_empty() {
+            return Ok((self.lenders.clone(), Vec::new()));
+        }
+        let host = HostConfig::read()?;
+        let mut now = host.lenders();
+        let found = host.discovery().map(|discovery| discovery.lenders());
+        let found = found.unwrap_or_default();
+        now.extend(found.now);
+        Ok((now, found.before))
     }
 }
 
@@ -216,6 +234,9 @@ pub(crate) struct Devices {
     /// Make a device available again.
     #[arg(long, value_name = "ID")]
     pub(crate) available: Vec<DeviceId>,
+    /// Then go on: print what lenders announce and withdraw in etcd, as it happens.
+    #[arg(long, conflicts_with_all = ["json", "lenders", "unavailable", "available"])]
+    pub(crate) watch: bool,
     /// Print JSON.
     #[arg(long)]
     pub(crate) json: bool,

@@ -1,25 +1,74 @@
 //! `farside devices`.
 
-use std::{collections::BTreeMap, panic::resume_unwind};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io::{self, Write},
+    panic::resume_unwind,
+};
 
 use anyhow::bail;
 use farside_backend_api::{DeviceList, ListedDevice};
 use farside_bench::text_table;
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
-    Address, Availability, BarOwner, CallError, Client, MAX_ASKED, Transport,
+    Address, Availability, BarOwner, CallError, Client, Instance, MAX_ASKED, Transport,
 };
+
+use farside_vm_config::{HostConfig, places};
 
 use crate::{args::Devices, terminal::Plain};
 
 pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     set_availability(args)?;
+    if args.watch {
+        return watch();
+    }
+    list_known(args)
+}
+
+/// Prints what lenders announce, until the process is stopped.
+fn watch() -> anyhow::Result<()> {
+    let discovery = HostConfig::read()?.discovery();
+    let watch = discovery.map(|discovery| discovery.watch()).transpose()?;
+    let Some(mut watch) = watch.flatten() else {
+        bail!(
+            "nothing to watch: {} has no `[etcd]` (endpoints = [\"https://HOST:2379\"])",
+            places::host().display()
+        );
+    };
+    loop {
+        for change in watch.wait() {
+            let line = Plain(change.to_string());
+            match writeln!(io::stdout(), "{line}") {
+                Ok(()) => {}
+                // The reader has gone.
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+fn list_known(args: &Devices) -> anyhow::Result<()> {
     let mut listed = Vec::new();
     let mut errors = Vec::new();
     let mut at = BTreeMap::new();
-    for (address, devices) in list_all(&args.lenders.addresses()?) {
+    let mut instances = BTreeSet::new();
+    let (now, before) = args.lenders.known()?;
+    let answers = list_all(&now).into_iter();
+    // Most of these have ended, and are not missed.
+    let former = list_all(&before).into_iter().filter(|(_, answer)| {
+        let failed = answer.as_ref().err();
+        if let Some(error) = failed {
+            log::info!("{}", Chain(error));
+        }
+        failed.is_none()
+    });
+    for (address, devices) in answers.chain(former) {
         match devices {
-            Ok(devices) => {
+            // Known by another address, too.
+            Ok((instance, _)) if !instances.insert(instance.to_string()) => {}
+            Ok((_, devices)) => {
                 for ListedDevice { device, .. } in &devices {
                     let first = at.entry(device.id.clone()).or_insert(address.clone());
                     if *first != address {
@@ -49,8 +98,11 @@ pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     }
 }
 
+/// A lender's run, and its devices.
+type Listed = (Instance, Vec<ListedDevice>);
+
 /// The devices of each lender. Asks some at a time, as one that does not answer takes its time.
-fn list_all(lenders: &[Address]) -> Vec<(Address, Result<Vec<ListedDevice>, CallError>)> {
+fn list_all(lenders: &[Address]) -> Vec<(Address, Result<Listed, CallError>)> {
     let mut answers = Vec::new();
     for some in lenders.chunks(MAX_ASKED) {
         std::thread::scope(|scope| {
@@ -68,7 +120,7 @@ fn list_all(lenders: &[Address]) -> Vec<(Address, Result<Vec<ListedDevice>, Call
     answers
 }
 
-fn list(address: &Address) -> Result<Vec<ListedDevice>, CallError> {
+fn list(address: &Address) -> Result<Listed, CallError> {
     let mut client = Client::connect(address, None)?;
     let lender = client.lender().to_owned();
     let devices = client.devices()?.into_iter().map(|device| ListedDevice {
@@ -77,7 +129,7 @@ fn list(address: &Address) -> Result<Vec<ListedDevice>, CallError> {
         transport: transport(address, &device.source),
         device,
     });
-    Ok(devices.collect())
+    Ok((client.instance()?, devices.collect()))
 }
 
 /// How the device would reach a VM of this host.

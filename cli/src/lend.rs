@@ -11,6 +11,7 @@ use farside_lender::{
     run_worker,
 };
 use farside_lender_protocol::{Address, Client};
+use farside_vm_config::HostConfig;
 use toml::{Table, Value};
 
 use crate::{args::Lend, signals};
@@ -32,6 +33,10 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     }
     config.listen.extend(args.listen);
     config.listen_plain |= args.listen_plain;
+    if let Some(announce) = args.announce {
+        config.announce = Some(announce);
+    }
+    config.discovery = HostConfig::read()?.discovery();
     if let Some(poll_us) = args.poll_us {
         config.poll_us = poll_us;
     }

@@ -26,10 +26,14 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let activated = Activated::from_env()?;
     let mut file = match &args.config {
         Some(path) => VmConfig::load(path)?,
-        None => VmConfig {
-            lenders: args.lenders.addresses()?,
-            ..VmConfig::default()
-        },
+        None => {
+            let host = HostConfig::read()?;
+            VmConfig {
+                discovery: host.discovery(),
+                lenders: host.lenders,
+                ..VmConfig::default()
+            }
+        }
     };
     let vm = args
         .vm
@@ -43,6 +47,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     }
     if !args.lenders.lenders.is_empty() {
         file.lenders = args.lenders.lenders;
+        file.discovery = None;
     }
     let interrupts = match args.interrupts {
         Some(InterruptForm::Direct) => Interrupts::Direct,
@@ -82,6 +87,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         vm,
         devices: file.device_ids(),
         lenders: file.lenders(),
+        discovery: file.discovery.clone(),
         pki: file.pki(),
         ntb,
         interrupts,

@@ -16,8 +16,9 @@ use std::{
 use anyhow::{Context, ensure};
 use clap::Args as ClapArgs;
 use farside_daemon::{GroupName, VmName, paths};
+use farside_discovery::Discovery;
 use farside_lender_protocol::Address;
-use farside_vm_config::{VmConfig, places};
+use farside_vm_config::{HostConfig, VmConfig, places};
 
 /// Print drop-ins for the systemd units of VMs and of the lender
 ///
@@ -33,6 +34,9 @@ pub(crate) struct Units {
     #[arg(long, value_name = "DIRECTORY")]
     to: Option<PathBuf>,
 }
+
+/// No address: all are allowed.
+const ANY: &str = "any";
 
 /// Names of the drop-ins' files.
 const DEVICES: &str = "10-farside-devices.conf";
@@ -101,8 +105,11 @@ fn of_lender(to: Option<&Path>) -> anyhow::Result<()> {
         .parse()
         .with_context(|| format!("cannot parse {}", file.display()))?;
     let listens = config.get("listen").and_then(toml::Value::as_array);
-    if listens.is_some_and(|addresses| !addresses.is_empty()) {
-        put("farside-lender.service", NETWORK, &network(&file, &[]), to)?;
+    let listens = listens.is_some_and(|addresses| !addresses.is_empty());
+    let discovery = HostConfig::read()?.discovery();
+    if listens || discovery.is_some() {
+        let access = network(&file, &[], discovery.as_ref());
+        put("farside-lender.service", NETWORK, &access, to)?;
     }
     Ok(())
 }
@@ -114,10 +121,15 @@ fn of_vm(vm: &str, to: Option<&Path>) -> anyhow::Result<()> {
     let devices = devices(&vm, &config, &file)?;
     put(&format!("farside@{vm}.socket"), DEVICES, &devices, to)?;
     let lenders = config.lenders();
-    let hosts: Vec<&str> = lenders.iter().filter_map(host).collect();
+    let mut hosts: Vec<&str> = lenders.iter().filter_map(host).collect();
+    if config.discovery.is_some() {
+        // The addresses of lenders that are found are not known here.
+        hosts.push(ANY);
+    }
     if !hosts.is_empty() {
         let unit = format!("farside@{vm}.service");
-        put(&unit, NETWORK, &network(&file, &hosts), to)?;
+        let access = network(&file, &hosts, config.discovery.as_ref());
+        put(&unit, NETWORK, &access, to)?;
     }
     Ok(())
 }
@@ -154,7 +166,7 @@ fn devices(vm: &VmName, config: &VmConfig, file: &Path) -> anyhow::Result<String
 }
 
 /// Access to the network; to `hosts` alone if all of them are addresses.
-fn network(file: &Path, hosts: &[&str]) -> String {
+fn network(file: &Path, hosts: &[&str], discovery: Option<&Discovery>) -> String {
     let addresses: Option<Vec<String>> = hosts
         .iter()
         .map(|host| host.parse::<IpAddr>().ok().map(|ip| ip.to_string()))
@@ -164,9 +176,14 @@ fn network(file: &Path, hosts: &[&str]) -> String {
         // The addresses of a name are not known here, nor those of a lender's borrowers.
         _ => "any".to_owned(),
     };
+    // mDNS lists the host's interfaces.
+    let netlink = match discovery.is_some_and(|discovery| discovery.mdns) {
+        true => " AF_NETLINK",
+        false => "",
+    };
     format!(
         "# Network access, by `farside units` from {}\n[Service]\nPrivateNetwork=no\n\
-         RestrictAddressFamilies=AF_INET AF_INET6\nIPAddressAllow={allowed}\n",
+         RestrictAddressFamilies=AF_INET AF_INET6{netlink}\nIPAddressAllow={allowed}\n",
         file.display()
     )
 }
@@ -203,7 +220,7 @@ mod tests {
     #[test]
     fn a_backend_reaches_the_addresses_of_its_lenders_alone() {
         let allowed = |hosts: &[&str]| {
-            let text = network(Path::new("/etc/farside/vm/web1.toml"), hosts);
+            let text = network(Path::new("/etc/farside/vm/web1.toml"), hosts, None);
             let line = text.lines().find_map(|l| l.strip_prefix("IPAddressAllow="));
             line.map(str::to_owned)
         };
@@ -211,9 +228,27 @@ mod tests {
             (&["10.0.0.2", "fd00::2"][..], "10.0.0.2 fd00::2"),
             (&["10.0.0.2", "rack1-b"], "any"),
             (&["fe80::1%eth0"], "any"),
+            (&["10.0.0.2", ANY], "any"),
             (&[], "any"),
         ] {
             assert_eq!(allowed(hosts).as_deref(), Some(expected), "{hosts:?}");
+        }
+    }
+
+    #[test]
+    fn mdns_lists_interfaces() {
+        for (mdns, families) in [
+            (false, "AF_INET AF_INET6\n"),
+            (true, "AF_INET6 AF_NETLINK\n"),
+        ] {
+            let discovery = Discovery {
+                etcd: None,
+                mdns,
+                pki: PathBuf::new(),
+                cache: PathBuf::new(),
+            };
+            let text = network(Path::new("/x"), &[ANY], Some(&discovery));
+            assert!(text.contains(families), "{text}");
         }
     }
 }

@@ -24,6 +24,7 @@ use std::path::{Path, PathBuf};
 
 use farside_daemon::{DeviceId, LenderName};
 use farside_devices::nvme;
+use farside_discovery::Discovery;
 use farside_fabric::{NtbLimits, VmShare, deserialize_optional_size};
 use farside_host_pci::Filter;
 use farside_lender_protocol::Address;
@@ -55,6 +56,13 @@ pub struct Config {
     /// can borrow the devices of [`Borrower::Network`].
     #[serde(default)]
     pub listen_plain: bool,
+    /// The address at which other hosts reach this lender, `tls:HOST:PORT`, where it is announced.
+    /// Default: the first of `listen` with TLS.
+    #[serde(default)]
+    pub announce: Option<Address>,
+    /// Where the lender is announced; nowhere without.
+    #[serde(skip)]
+    pub discovery: Option<Discovery>,
     /// TLS. With it, TCP sockets of a service manager use TLS unless `listen` has them as `tcp:`.
     #[serde(default)]
     pub tls: Option<TlsConfig>,

@@ -25,6 +25,7 @@
 pub mod config;
 
 mod access;
+mod announced;
 mod chains;
 mod connection;
 mod device_loop;

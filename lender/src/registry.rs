@@ -16,7 +16,7 @@ use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_devices::nvme::ImageId;
 use farside_lender_protocol::{
     Availability, BorrowedBy, Channel, Described, DeviceEntry, ErrorKind, Generation, HeldFence,
-    MAX_DEVICES, RamRange, RemoteError, Revocation, Secret, Transport,
+    Instance, MAX_DEVICES, RamRange, RemoteError, Revocation, Secret, Transport,
 };
 
 use serde::{Deserialize, Serialize};
@@ -132,6 +132,8 @@ struct Slot {
     lease: Option<Held>,
     /// The device's problem, if any.
     problem: Option<String>,
+    /// Why its id is not announced.
+    conflict: Option<String>,
     availability: Availability,
     /// The last revocation since it was available.
     revoked: Revocation,
@@ -210,6 +212,7 @@ pub(crate) struct Registry {
     revoked: Condvar,
     tokens: Arc<RegisterTokens>,
     keep_at_most: Duration,
+    instance: Instance,
 }
 
 impl Registry {
@@ -223,7 +226,14 @@ impl Registry {
             revoked: Condvar::new(),
             tokens: Arc::default(),
             keep_at_most: DEFAULT_KEEP_AT_MOST,
+            // As the standard library's maps, which fail for want of random numbers in the same way.
+            instance: Instance::random().expect("the system has random numbers"),
         }
+    }
+
+    /// This run of the lender.
+    pub(crate) fn instance(&self) -> Instance {
+        self.instance
     }
 
     /// Adds a device. The generations of its leases are larger than `generation`. Fails if there is
@@ -258,6 +268,7 @@ impl Registry {
             generation,
             lease: None,
             problem: None,
+            conflict: None,
             availability: Availability::Available,
             revoked: Revocation::NotLent,
             medium: None,
@@ -448,6 +459,13 @@ impl Registry {
         }
     }
 
+    /// Records why a device's id is not announced.
+    pub(crate) fn set_conflict(&self, id: &DeviceId, conflict: Option<String>) {
+        if let Some(slot) = self.lock().slots.get_mut(id) {
+            slot.conflict = conflict;
+        }
+    }
+
     /// The number of devices.
     pub(crate) fn count(&self) -> usize {
         self.lock().slots.len()
@@ -523,7 +541,7 @@ fn entry(id: &DeviceId, slot: &Slot) -> DeviceEntry {
         summary: slot.summary.clone(),
         borrowed_by: slot.holder(),
         fences: Vec::new(),
-        problem: slot.problem.clone(),
+        problem: slot.conflict.clone().or_else(|| slot.problem.clone()),
         availability: slot.availability,
         kept: slot.kept(),
     }

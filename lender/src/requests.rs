@@ -146,6 +146,7 @@ pub(crate) fn answer(
             *peer = Some(hello(lender, version, vm)?);
             Reply::Welcome {
                 lender: lender.to_string(),
+                instance: registry.instance(),
             }
         }
         (_, None) => return Err(invalid("the first message must be Hello".into())),

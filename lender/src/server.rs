@@ -8,6 +8,7 @@ use std::{io, sync::Arc, thread::JoinHandle, time::Duration};
 use farside_daemon::{
     Activated, ActivationError, DeviceId, ListenError, RateLimit, VmName, Wakeup, raise_open_files,
 };
+use farside_discovery::{AnnounceError, MdnsError};
 use farside_error_chain::Chain;
 use farside_fabric::{LimitError, soft::Adapter};
 use farside_host_pci::CreatedVfs;
@@ -19,6 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 pub(crate) use devices::Devices;
 
 use crate::{
+    announced::Announced,
     config::{Config, ConfigError},
     connection::{self, About},
     device_loop::Stopped,
@@ -117,6 +119,28 @@ pub enum StartError {
     /// This host's certificates cannot be used.
     #[error("cannot listen with TLS")]
     Certificates(#[from] PkiError),
+    /// A device cannot be announced.
+    #[error(transparent)]
+    Announce(AnnounceError),
+    /// The lender cannot be announced on the LAN.
+    #[error("cannot announce the lender")]
+    Mdns(#[from] MdnsError),
+    /// `announce` is for TLS.
+    #[error(
+        "cannot announce {0}: only tls:HOST:PORT can be announced, where the lender's certificate proves who it is"
+    )]
+    NotTls(Address),
+    /// Other hosts cannot connect to the address.
+    #[error(
+        "cannot announce {0}: other hosts do not reach this host by that address; name the one by which they do, and for which its certificate is, with `announce = \"{hint}\"` in lender.toml (--announce)",
+        hint = announce_hint(.0)
+    )]
+    AnnounceWhere(Address),
+    /// There is nothing to announce in.
+    #[error(
+        "cannot announce {0}: host.toml has neither `[etcd]` nor `mdns = true`; configure one, or leave out `announce`"
+    )]
+    NowhereToAnnounce(Address),
     /// Other hosts can reach the address.
     #[error(
         "cannot listen at {0}: without TLS, connections are neither encrypted nor authenticated, so only loopback addresses are allowed; use tls:HOST:PORT with certificates (`farside pki`), or set `listen-plain = true` (--listen-plain) on a network that carries nothing else"
@@ -125,6 +149,14 @@ pub enum StartError {
     /// A thread or an eventfd cannot be created.
     #[error("cannot start")]
     System(#[from] io::Error),
+}
+
+fn announce_hint(address: &Address) -> String {
+    let port = match address {
+        Address::Tls { port, .. } | Address::Tcp { port, .. } => *port,
+        Address::Unix(_) => 0,
+    };
+    format!("tls:NAME:{port}")
 }
 
 /// A running lender.
@@ -167,6 +199,10 @@ impl Lender {
         );
         let opened = open(&config, &adapter, &stop)?;
         let listeners = PeerListener::open_all(&config, activated)?;
+        let listening: Vec<Address> = listeners.iter().map(PeerListener::address).collect();
+        let ids = opened.devices.iter().map(|device| device.id.clone());
+        let announced = Announced::start(&config, &listening, ids.collect(), &registry)?;
+        devices.set_announced(announced);
         let lender = Self {
             about: Arc::new(About {
                 name: config.name.clone(),
@@ -270,7 +306,13 @@ impl Lender {
 impl Drop for Lender {
     fn drop(&mut self) {
         self.stop.raise();
+        // Meanwhile, in two seconds at most.
+        let announced = self.about.devices.take_announced();
+        let withdrawn = std::thread::Builder::new().spawn(move || drop(announced));
         let stopped = self.about.devices.join(STOP_TIMEOUT);
+        if withdrawn.is_ok_and(|thread| thread.join().is_err()) {
+            log::error!("the thread that withdraws announcements has panicked");
+        }
         if self
             .fault_reader
             .take()

@@ -24,6 +24,7 @@ fn helper(directory: &Path, lenders: Vec<Address>) -> Helper {
         socket_group: None,
         pki: directory.join("pki"),
         fences: None,
+        discovery: None,
     };
     helper.configure(start).unwrap();
     helper
@@ -32,6 +33,7 @@ fn helper(directory: &Path, lenders: Vec<Address>) -> Helper {
 fn welcome() -> Reply {
     Reply::Welcome {
         lender: "test".into(),
+        instance: Instance::random().unwrap(),
     }
 }
 

@@ -129,6 +129,7 @@ impl Host {
             directory: self.directory(vm),
             devices: devices.iter().map(|id| id.parse().unwrap()).collect(),
             lenders: vec![self.lender()],
+            discovery: None,
             pki: self.directory(vm),
             memory: None,
             ram: Vec::new(),

@@ -14,7 +14,7 @@ use farside_devices::{
 };
 use farside_lender_protocol::{
     BarMemory, BarOwner, Channel, Described, DeviceEntry, DeviceStatus, Envelope, ErrorKind,
-    Generation, Listener, Registers, RemoteError, Reply, Request,
+    Generation, Instance, Listener, Registers, RemoteError, Reply, Request,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -195,6 +195,7 @@ impl Muted {
             let reply = match request {
                 Request::Hello { .. } => Reply::Welcome {
                     lender: "muted".into(),
+                    instance: Instance::random().unwrap(),
                 },
                 Request::Describe { device } if device != DMA => Reply::Refused(RemoteError {
                     kind: ErrorKind::UnknownDevice,
@@ -266,6 +267,7 @@ pub fn muted_within(
         directory: dir.path().join("a"),
         devices: vec![DMA.parse().unwrap()],
         lenders: vec![socket.into()],
+        discovery: None,
         pki: dir.path().to_owned(),
         memory: None,
         ram: Vec::new(),

@@ -155,6 +155,7 @@ fn a_lender_that_stalls_holds_up_no_other_device_of_the_vm() {
     let stalls = Muted::start(socket.clone(), Mute::Until(Kind::OpenWindow));
     let mut served = Served::start(farside_backend::Config {
         lenders: vec![host.lender(), socket.into()],
+        discovery: None,
         // The stalled enable fails after that.
         open_timeout: DEADLINE,
         ..host.config("a", &[DMA, OTHER])

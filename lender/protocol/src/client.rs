@@ -1,5 +1,6 @@
 //! The backend's end: one request, one reply, with a deadline.
 
+mod greeted;
 mod medium;
 mod operate;
 
@@ -19,8 +20,8 @@ use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Dialer,
-    Envelope, Generation, Greeted, HeldFence, IrqUpdate, LimitUse, RamRange, RegisterToken,
-    Registers, RemoteError, Reply, Request, Transport, VERSION, channel::tls_hint,
+    Envelope, Generation, Greeted, HeldFence, Instance, IrqUpdate, LimitUse, RamRange,
+    RegisterToken, Registers, RemoteError, Reply, Request, Transport, VERSION, channel::tls_hint,
 };
 
 /// Maximum number of devices of a lender. Bounds memory and time.
@@ -117,6 +118,8 @@ pub struct Client {
     /// Counter of messages sent on the register channel.
     accesses: Arc<AtomicU64>,
     lender: String,
+    /// None before Welcome.
+    instance: Option<Instance>,
     deadline: Option<Instant>,
     fence: Option<HeldFence>,
     /// Unanswered requests. All replies but the last of them are late, and dropped.
@@ -154,8 +157,12 @@ impl Client {
         let timeout = left.map_or(TIMEOUT, |left| left.min(TIMEOUT));
         let (channel, greeted) = match (address, dialer.other()) {
             (Address::Unix(path), Some(other)) => {
-                let Greeted { socket, lender } = other.greet(path, timeout)?;
-                (Channel::from_socket(socket), Some(lender))
+                let Greeted {
+                    socket,
+                    lender,
+                    instance,
+                } = other.greet(path, timeout)?;
+                (Channel::from_socket(socket), Some((lender, instance)))
             }
             _ => {
                 let connected = Channel::connect_by(address, &address.into(), dialer, timeout);
@@ -170,13 +177,16 @@ impl Client {
             channel,
             generation: Generation(0),
             accesses: Arc::default(),
-            lender: greeted.clone().unwrap_or_default(),
+            lender: String::new(),
+            instance: None,
             deadline,
             fence: None,
             answers_due: 0,
             failed: false,
         };
-        if greeted.is_some() {
+        if let Some((lender, instance)) = greeted {
+            client.lender = lender;
+            client.instance = Some(instance);
             return Ok(client);
         }
         let hello = Request::Hello {
@@ -197,18 +207,13 @@ impl Client {
             other => other,
         })?;
         match reply {
-            (Reply::Welcome { lender }, _) => client.lender = lender,
+            (Reply::Welcome { lender, instance }, _) => {
+                client.lender = lender;
+                client.instance = Some(instance);
+            }
             (other, _) => return Err(client.unexpected(&other)),
         }
         Ok(client)
-    }
-
-    /// The connection to a lender at a UNIX socket, for another process to go on with.
-    pub fn into_greeted(self) -> Greeted {
-        Greeted {
-            socket: self.channel.into_socket(),
-            lender: self.lender,
-        }
     }
 
     /// Sets a common deadline for all further calls. Each call also has a timeout of 4 s.

@@ -15,7 +15,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Address, CallError,
+    Address, CallError, Instance,
     channel::{connect_tcp, connect_tcp_to, connect_unix},
     identity::check_listener,
 };
@@ -77,6 +77,8 @@ pub struct Greeted {
     pub socket: OwnedFd,
     /// The lender's name.
     pub lender: String,
+    /// Its run.
+    pub instance: Instance,
 }
 
 /// Connects to `target`. Waits at most `timeout` for a full backlog or an unresponsive host, not

@@ -5,7 +5,7 @@ use std::thread;
 use farside_daemon::DeviceId;
 use farside_error_chain::Chain;
 
-use crate::{Address, CallError, ErrorKind};
+use crate::{Address, CallError, ErrorKind, Instance};
 
 /// Lenders that are asked at the same time, each by a thread; fewer than the orders that a backend's
 /// helper process takes.
@@ -35,32 +35,34 @@ pub enum FindError {
 }
 
 /// Asks all `lenders` for `device`, several at a time, by `look`, which fails with
-/// [`ErrorKind::UnknownDevice`] where the device is not. Waits for all of them; a lender that does
-/// not answer is logged if there are others.
+/// [`ErrorKind::UnknownDevice`] where the device is not. A lender may be known at several addresses: one
+/// [`Instance`] is one lender, at the first of them. Waits for all of them; a lender that does not
+/// answer is logged if there are others.
 ///
 /// # Errors
 /// A [`FindError`].
 pub fn find_device<T: Send>(
     device: &DeviceId,
     lenders: &[Address],
-    look: impl Fn(&Address) -> Result<T, CallError> + Sync,
+    look: impl Fn(&Address) -> Result<(Instance, T), CallError> + Sync,
 ) -> Result<(Address, T), FindError> {
     let answers = lenders
         .chunks(MAX_ASKED)
         .flat_map(|lenders| ask(lenders, &look));
-    let mut found: Option<(Address, T)> = None;
+    let mut found: Option<(Address, Instance, T)> = None;
     let mut failed = Vec::new();
     for (lender, answer) in answers {
         match (answer, &found) {
-            (Ok(_), Some((first, _))) if first == lender => {} // named twice
-            (Ok(_), Some((first, _))) => {
+            // Named twice, or by two addresses.
+            (Ok((other, _)), Some((_, instance, _))) if other == *instance => {}
+            (Ok(_), Some((first, ..))) => {
                 return Err(FindError::Twice {
                     device: device.clone(),
                     first: first.clone(),
                     second: lender.clone(),
                 });
             }
-            (Ok(answer), None) => found = Some((lender.clone(), answer)),
+            (Ok((instance, answer)), None) => found = Some((lender.clone(), instance, answer)),
             (Err(CallError::Refused(error)), _) if error.kind == ErrorKind::UnknownDevice => {}
             (Err(error), _) => failed.push(error),
         }
@@ -72,15 +74,18 @@ pub fn find_device<T: Send>(
         }
     }
     match (found, failed.into_iter().next()) {
-        (Some(found), _) => Ok(found),
+        (Some((lender, _, answer)), _) => Ok((lender, answer)),
         (None, Some(error)) => Err(FindError::Lender(error)),
         (None, None) => Err(FindError::Unknown {
             device: device.clone(),
-            asked: lenders
-                .iter()
-                .map(Address::to_string)
-                .collect::<Vec<_>>()
-                .join(", "),
+            asked: match lenders {
+                [] => "none: this host knows none".to_owned(),
+                some => some
+                    .iter()
+                    .map(Address::to_string)
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            },
         }),
     }
 }
@@ -119,11 +124,20 @@ mod tests {
     use super::*;
     use crate::RemoteError;
 
+    /// The instance of a lender's name.
+    fn instance(name: &str) -> Instance {
+        let digits: String = name.bytes().map(|byte| format!("{byte:02x}")).collect();
+        Instance::try_from(format!("{digits:0>32}")).unwrap()
+    }
+
     fn find(lenders: &[&str]) -> Result<(Address, String), FindError> {
         let lenders: Vec<Address> = lenders.iter().map(|at| at.parse().unwrap()).collect();
         find_device(&"disk0".parse().unwrap(), &lenders, |lender| {
             match lender.to_string() {
-                at if at.starts_with("/has") => Ok(at),
+                at if at.starts_with("/has") => {
+                    let run = at.split('@').nth(1).unwrap_or(&at);
+                    Ok((instance(run), at))
+                }
                 at if at.starts_with("/late") => Err(CallError::Late(Duration::from_secs(4))),
                 at if at.starts_with("/gone") => Err(CallError::Unreachable {
                     address: lender.clone(),
@@ -151,6 +165,19 @@ mod tests {
                 ("/has", "/has")
             );
         }
+    }
+
+    #[test]
+    fn a_lender_at_two_addresses_is_one() {
+        let (lender, _) = find(&["/none", "/has@b", "/has-too@b"]).unwrap();
+        assert_eq!(lender.to_string(), "/has@b");
+        find(&["/has@b", "/has-too@c"]).unwrap_err();
+    }
+
+    #[test]
+    fn no_lender_at_all_is_named_as_such() {
+        let error = find(&[]).unwrap_err().to_string();
+        assert!(error.contains("(asked: none: this host"), "{error}");
     }
 
     #[test]

@@ -5,11 +5,13 @@ use farside_fabric::{Iova, NtbLimits, PeerAddress};
 use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
-use crate::{DeviceStatus, Fence, HeldFence, IrqUpdate, KeptFor, LimitUse, MAX_MESSAGE, Secret};
+use crate::{
+    DeviceStatus, Fence, HeldFence, Instance, IrqUpdate, KeptFor, LimitUse, MAX_MESSAGE, Secret,
+};
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 12;
+pub const VERSION: u32 = 13;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -254,6 +256,8 @@ pub enum Reply {
     Welcome {
         /// The lender's name.
         lender: String,
+        /// This run of it.
+        instance: Instance,
     },
     /// To `Devices`; empty at the end of the list.
     Devices(Vec<DeviceEntry>),

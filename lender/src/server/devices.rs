@@ -15,6 +15,7 @@ use farside_lender_protocol::{ErrorKind, Generation, Identity, RemoteError};
 use super::{StartError, threads::Threads};
 use crate::{
     access::Access,
+    announced::Announced,
     config::{Borrower, Config, DeviceConfig, Source},
     device_loop::{DeviceLoop, InLender, Stopped},
     listening,
@@ -36,6 +37,8 @@ pub(crate) struct Devices {
     admitted: BTreeSet<u32>,
     budget: Budget,
     worker: Option<Program>,
+    /// None once the lender stops.
+    announced: Mutex<Option<Announced>>,
     running: Mutex<Running>,
 }
 
@@ -63,6 +66,7 @@ impl Devices {
             admitted: listening::named(config),
             budget: Budget::of_this_process(),
             worker: config.worker.clone(),
+            announced: Mutex::default(),
             running: Mutex::new(Running {
                 threads: Some(Threads::default()),
                 ..Running::default()
@@ -168,8 +172,13 @@ impl Devices {
             device,
             borrowers,
         };
-        self.start(opened)
-            .map_err(|error| invalid(Chain(&error).to_string()))?;
+        if let Some(announced) = &*self.announced() {
+            announced.add(&id).map_err(invalid)?;
+        }
+        if let Err(error) = self.start(opened) {
+            self.withdraw(&id);
+            return Err(invalid(Chain(&error).to_string()));
+        }
         log::info!("lending {id} ({summary}), added by {identity}");
         Ok(())
     }
@@ -177,6 +186,7 @@ impl Devices {
     /// Ends the thread of a device that is not lent, and forgets it.
     pub(crate) fn remove(&self, id: &DeviceId, patience: Duration) -> Result<(), RemoteError> {
         let closed = self.registry.remove(id)?;
+        self.withdraw(id);
         let mut running = self.lock();
         running.quotas.remove(id);
         let rest: Vec<_> = running.quotas.values().cloned().collect();
@@ -219,6 +229,29 @@ impl Devices {
     pub(super) fn join(&self, timeout: Duration) -> Stopped {
         let threads = self.lock().threads.take();
         threads.map_or(Stopped::Closed, |threads| threads.join(timeout))
+    }
+
+    /// Sets how the devices are announced.
+    pub(super) fn set_announced(&self, announced: Announced) {
+        *self.announced() = Some(announced);
+    }
+
+    /// Takes the announcements, to end them.
+    pub(super) fn take_announced(&self) -> Option<Announced> {
+        self.announced().take()
+    }
+
+    fn withdraw(&self, id: &DeviceId) {
+        if let Some(announced) = &*self.announced() {
+            announced.remove(id);
+        }
+    }
+
+    fn announced(&self) -> MutexGuard<'_, Option<Announced>> {
+        // A panic leaves it as it was.
+        self.announced
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, Running> {

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use farside_daemon::{DeviceId, VmName, paths};
 use farside_lender_protocol::{
-    Address, CallError, Client, FindError, Generation, HeldFence, Secret, Transport, find_device,
+    Address, CallError, Client, FindError, Generation, HeldFence, Instance, Secret, Transport,
+    find_device,
 };
 use farside_vm_config::{VmConfig, places, ram_ranges};
 
@@ -18,7 +19,7 @@ impl Lenders for LocalHost {
         configuration: &Configuration,
     ) -> Result<Vec<Result<FoundDevice>>> {
         let config = config_of(vm, configuration)?;
-        let (lenders, pki) = (config.lenders(), config.pki());
+        let (lenders, pki) = (config.all_lenders(), config.pki());
         let devices = config.devices.iter().enumerate();
         Ok(devices
             .map(|(position, device)| {
@@ -87,12 +88,12 @@ fn look(
     port: u16,
     lender: &Address,
     pki: &Path,
-) -> std::result::Result<FoundDevice, CallError> {
+) -> std::result::Result<(Instance, FoundDevice), CallError> {
     // A network peer sees the fences of this VM alone.
     let mut client = Client::connect_by(lender, Some(vm), pki, None)?;
     let described = client.describe(id)?;
     let entry = client.status(id)?.entry;
-    Ok(FoundDevice {
+    let found = FoundDevice {
         id: id.to_owned(),
         port,
         lender: lender.clone(),
@@ -102,5 +103,6 @@ fn look(
             .borrowed_by
             .map(|holder| (holder.vm, holder.generation)),
         fences: entry.fences,
-    })
+    };
+    Ok((client.instance()?, found))
 }

@@ -6,6 +6,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, paths};
+use farside_discovery::Discovery;
 use farside_fabric::{Size, deserialize_size, parse_size, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
 use farside_lender_protocol::Address;
@@ -15,7 +16,7 @@ use serde::{
     de::{self, MapAccess, Visitor, value::MapAccessDeserializer},
 };
 
-use crate::{HostConfig, places};
+use crate::{HostConfig, host::own_lender, places};
 
 /// Default guest RAM, in bytes.
 const DEFAULT_MEMORY: u64 = 2 << 30;
@@ -33,6 +34,9 @@ pub struct VmConfig {
     pub devices: Vec<DeviceConfig>,
     /// Addresses of the lenders; default: this host's lender.
     pub lenders: Vec<Address>,
+    /// How lenders are found, where the file names none: as the host's [`HostConfig`] says.
+    #[serde(skip)]
+    pub discovery: Option<Discovery>,
     /// This host's certificates, for lenders at `tls:HOST:PORT`.
     pub tls: TlsConfig,
     /// Whether it uses the NTB endpoint of its host, which the host's [`HostConfig`] names.
@@ -201,7 +205,9 @@ impl VmConfig {
             source: Box::new(source),
         })?;
         if config.lenders.is_empty() {
-            config.lenders = HostConfig::read()?.lenders;
+            let host = HostConfig::read()?;
+            config.discovery = host.discovery();
+            config.lenders = host.lenders;
         }
         Ok(config)
     }
@@ -235,12 +241,23 @@ impl VmConfig {
         named.unwrap_or_else(paths::pki_dir)
     }
 
-    /// The lenders, or the one of this host.
+    /// The lenders that files name, or the one of this host.
     pub fn lenders(&self) -> Vec<Address> {
         match self.lenders.as_slice() {
-            [] => vec![paths::lender_socket().into()],
+            [] => own_lender(self.discovery.is_some()),
             some => some.to_vec(),
         }
+    }
+
+    /// As [`VmConfig::lenders`], and those that this host finds, which takes some seconds at most.
+    pub fn all_lenders(&self) -> Vec<Address> {
+        let mut all = self.lenders();
+        if let Some(discovery) = &self.discovery {
+            let found = discovery.lenders();
+            all.extend(found.now);
+            all.extend(found.before);
+        }
+        all
     }
 
     /// The ids of its devices.

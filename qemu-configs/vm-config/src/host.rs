@@ -3,11 +3,16 @@
 //! ```toml
 //! lenders = ["/run/farside/lender.sock", "tls:rack1-b:7410"]
 //! ntb = "0000:05:00.0"
+//! mdns = true
+//!
+//! [etcd]
+//! endpoints = ["https://10.0.0.5:2379", "https://10.0.0.6:2379", "https://10.0.0.7:2379"]
 //! ```
 
 use std::{io, path::Path};
 
 use farside_daemon::paths;
+use farside_discovery::{Discovery, EtcdConfig};
 use farside_lender_protocol::Address;
 use farside_pci::Bdf;
 use serde::Deserialize;
@@ -22,6 +27,10 @@ pub struct HostConfig {
     pub lenders: Vec<Address>,
     /// This host's NTB endpoint, for VMs that use it.
     pub ntb: Option<Bdf>,
+    /// Whether lenders are found, and a lender of this host announced, by mDNS.
+    pub mdns: bool,
+    /// The cluster in which lenders are found, and a lender of this host announced.
+    pub etcd: Option<EtcdConfig>,
 }
 
 impl HostConfig {
@@ -33,12 +42,23 @@ impl HostConfig {
         read(&places::host())
     }
 
-    /// The known lenders, or that of this host.
-    pub fn lenders(self) -> Vec<Address> {
+    /// The lenders that the file lists, or that of this host: where lenders are found in other ways, if
+    /// there is one.
+    pub fn lenders(&self) -> Vec<Address> {
         match self.lenders.is_empty() {
-            true => vec![paths::lender_socket().into()],
-            false => self.lenders,
+            true => own_lender(self.discovery().is_some()),
+            false => self.lenders.clone(),
         }
+    }
+
+    /// How this host finds lenders beside those that the file lists, if it does.
+    pub fn discovery(&self) -> Option<Discovery> {
+        (self.mdns || self.etcd.is_some()).then(|| Discovery {
+            etcd: self.etcd.clone(),
+            mdns: self.mdns,
+            pki: paths::pki_dir(),
+            cache: places::known_lenders(),
+        })
     }
 
     /// The NTB endpoint.
@@ -48,6 +68,15 @@ impl HostConfig {
     pub fn endpoint(&self) -> Result<Bdf, LoadError> {
         let path = places::host();
         self.ntb.ok_or(LoadError::NoEndpoint { path })
+    }
+}
+
+/// This host's lender; none if `others` are found and it has no socket.
+pub(crate) fn own_lender(others: bool) -> Vec<Address> {
+    let socket = paths::lender_socket();
+    match others && !socket.exists() {
+        true => Vec::new(),
+        false => vec![socket.into()],
     }
 }
 
@@ -98,17 +127,34 @@ mod tests {
     }
 
     #[test]
+    fn a_host_finds_lenders_where_the_file_says_so() {
+        assert_eq!(host("lenders = ['/x']").unwrap().discovery(), None);
+        let mdns = host("mdns = true").unwrap();
+        let found = mdns.discovery().unwrap();
+        assert!(found.mdns && found.etcd.is_none());
+        let etcd = host("[etcd]\nendpoints = ['https://10.0.0.5:2379']").unwrap();
+        let found = etcd.discovery().unwrap();
+        assert!(!found.mdns && found.etcd.is_some());
+        // It is not this host's lender that is asked: there is none.
+        assert!(paths::lender_socket().exists() || etcd.lenders().is_empty());
+    }
+
+    #[test]
     fn a_bad_file_is_named_with_key_value_and_remedy() {
         for (text, words) in [
             (
                 "lender = ['/x']",
-                ["unknown field `lender`", "expected `lenders` or `ntb`"],
+                ["unknown field `lender`", "expected one of `lenders`, `ntb`"],
             ),
             (
                 "lenders = ['rack1-b:7410']",
                 ["rack1-b:7410", "tls:HOST:PORT"],
             ),
             ("ntb = '5:00'", ["ntb", "5:00"]),
+            (
+                "[etcd]\nendpoints = ['10.0.0.5:2379']",
+                ["10.0.0.5:2379", "https://HOST:PORT"],
+            ),
         ] {
             let error = host(text).unwrap_err();
             for word in words {

@@ -16,6 +16,11 @@ pub fn host() -> PathBuf {
     paths::host_config_dir().join("host.toml")
 }
 
+/// The file that remembers the lenders that etcd has named: `known/lenders.json` in [`state_dir`].
+pub fn known_lenders() -> PathBuf {
+    state_dir().join("known").join("lenders.json")
+}
+
 /// The state of one VM: `vm/NAME` in [`state_dir`].
 pub fn vm_state(vm: &VmName) -> PathBuf {
     state_dir().join("vm").join(vm.as_str())

@@ -4,6 +4,7 @@ mod certificates;
 mod descriptions;
 mod devices;
 mod domains;
+mod etcd;
 mod hook;
 mod hugepages;
 mod iommu;
@@ -41,6 +42,7 @@ const CHECKS: &[fn(&Facts) -> Vec<Finding>] = &[
     libvirt_confinement::judge,
     domains::judge,
     certificates::judge,
+    etcd::judge,
     lenders::judge,
     devices::judge,
 ];

@@ -17,6 +17,7 @@ use std::path::PathBuf;
 
 use farside_error_chain::Chain;
 use farside_lender::config::{Config as LenderConfig, Source};
+use farside_vm_config::HostConfig;
 
 use crate::{Host, Report, checks};
 
@@ -60,6 +61,8 @@ pub struct Facts {
     /// The code name of Debian's release, such as `trixie`.
     pub(crate) release: Option<String>,
     pub(crate) lenders: Vec<LenderFacts>,
+    /// Whether etcd answers, where `host.toml` names it.
+    pub(crate) etcd: Option<Result<(), String>>,
     pub(crate) certificates: Vec<Certificates>,
     /// Where it is installed.
     pub(crate) libvirt: Option<Libvirt>,
@@ -83,7 +86,13 @@ fn debian(os_release: &str) -> Option<String> {
 impl Facts {
     /// Looks at a host: at all its VMs, or at one.
     pub fn look(host: &Host, only: Option<&str>) -> Self {
-        let vms = vms::look(host, only);
+        let mut vms = vms::look(host, only);
+        let discovery = HostConfig::read().ok().and_then(|host| host.discovery());
+        let etcd = discovery.as_ref().and_then(|discovery| discovery.check());
+        let etcd = etcd.map(|answer| answer.map_err(|error| Chain(&error).to_string()));
+        if let Some(discovery) = &discovery {
+            vms::add_lenders(&mut vms, &discovery.lenders().now);
+        }
         let lender_file = host.config.join("lender.toml");
         let lender = lender_file
             .exists()
@@ -123,6 +132,7 @@ impl Facts {
             systemd,
             qemus,
             lenders,
+            etcd,
             libvirt,
         }
     }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use farside_daemon::{NameError, VmName};
 use farside_error_chain::Chain;
+use farside_lender_protocol::Address;
 use farside_vm_config::{LoadError, VmConfig};
 
 use crate::host::{Host, files};
@@ -53,6 +54,16 @@ fn load(name: &str, path: &std::path::Path) -> Result<VmConfig, String> {
         }
         .to_string()),
         _ => Ok(config),
+    }
+}
+
+/// Adds lenders that were found to the VMs whose files name none.
+pub(crate) fn add_lenders(vms: &mut [VmFacts], found: &[Address]) {
+    for config in vms.iter_mut().filter_map(|vm| vm.config.as_mut().ok()) {
+        if config.discovery.is_some() {
+            config.lenders = config.lenders();
+            config.lenders.extend_from_slice(found);
+        }
     }
 }
 

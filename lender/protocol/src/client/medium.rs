@@ -42,6 +42,7 @@ impl Client {
             generation: Generation(0),
             accesses: Arc::default(),
             lender,
+            instance: None,
             deadline: None,
             fence: None,
             answers_due: 0,

@@ -3,7 +3,7 @@
 use std::{sync::mpsc, thread::JoinHandle};
 
 use super::*;
-use crate::Listener;
+use crate::{Instance, Listener};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -31,6 +31,7 @@ impl Lender {
                 let reply = match &request {
                     Request::Hello { .. } => Reply::Welcome {
                         lender: "late".into(),
+                        instance: Instance::random().unwrap(),
                     },
                     request => {
                         saw.send(request.clone()).unwrap();
