@@ -130,12 +130,17 @@ fn perl_modules(root: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn wrapper(root: &Path, program: &str, options: &str) -> String {
+    wrapper_of(root, &root.join(program), options)
+}
+
+/// A script that starts `program` with the loader and the libraries below `root`.
+pub(crate) fn wrapper_of(root: &Path, program: &Path, options: &str) -> String {
     let libraries = root.join("usr/lib/x86_64-linux-gnu");
     format!(
         "#!/bin/sh\n# {program}, with the loader and libraries it was made for.\n\
          QEMU_MODULE_DIR={modules} exec {loader} --library-path {libraries} \\\n  \
          {program}{options} \"$@\"\n",
-        program = quoted(&root.join(program)),
+        program = quoted(program),
         modules = quoted(&libraries.join("qemu")),
         loader = quoted(&root.join(elf::LOADER)),
         libraries = quoted(&libraries),

@@ -37,6 +37,7 @@ mod command;
 mod debian;
 mod debian_root;
 mod elf;
+mod etcd;
 mod host;
 mod host_vm;
 mod iommufd;
@@ -178,6 +179,15 @@ impl Testbed {
             progress.note("Waiting for another process that builds VFIO with iommufd");
         })?;
         IommufdModules::prepare(&cache, &self.0.debian, &self.0.host, progress)
+    }
+
+    /// etcd's server, to run on the host: fetched if it is not in the cache (10 MB).
+    pub fn etcd(&self, progress: &Progress) -> Result<PathBuf> {
+        // Under a separate lock: other processes can prepare their test beds meanwhile.
+        let cache = Cache::open(self.0.cache.join("etcd"), || {
+            progress.note("Waiting for another process that fetches etcd");
+        })?;
+        etcd::prepare(&cache, &self.0.debian.root(), progress).context("cannot prepare etcd")
     }
 
     /// The guest's initramfs: userland, modules and agent.
