@@ -4,7 +4,10 @@
 //! files are. The hosts share the wire, and the programs.
 
 mod bad_input;
+mod cluster;
 mod cuts;
+mod etcd;
+mod mdns;
 mod stage;
 
 use std::cell::RefCell;
@@ -12,6 +15,7 @@ use std::cell::RefCell;
 use farside_tests::{Weight, told, trial, two_hosts::unable};
 use libtest_mimic::{Arguments, Completion};
 
+use cluster::Cluster;
 use stage::Stage;
 
 type Test = fn(&mut Stage) -> anyhow::Result<()>;
@@ -40,6 +44,7 @@ fn main() {
         cuts::a_vm_does_not_go_on_with_another_image_of_the_same_size,
         cuts::a_revoked_vm_does_not_go_on_when_the_network_is_back,
         cuts::a_vm_does_not_go_on_after_another_has_written,
+        mdns::lenders_on_a_lan_are_found_where_that_is_turned_on,
     ]
     .map(|(name, test)| {
         trial(name, Weight::Guests, move || {
@@ -52,5 +57,19 @@ fn main() {
             tested.map(|()| Completion::Completed)
         })
     });
-    libtest_mimic::run(&args, trials.into()).exit();
+    let mut trials = Vec::from(trials);
+    let name = "etcd::ids_are_unique_and_leases_stay_while_members_die";
+    trials.push(trial(name, Weight::Guests, || {
+        if let Some(reason) = unable() {
+            return Ok(Completion::ignored_with(reason));
+        }
+        let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
+        let cluster = RefCell::new(cluster);
+        let tested = told(
+            || etcd::ids_are_unique_and_leases_stay_while_members_die(&mut cluster.borrow_mut()),
+            || cluster.borrow().story(),
+        );
+        tested.map(|()| Completion::Completed)
+    }));
+    libtest_mimic::run(&args, trials).exit();
 }

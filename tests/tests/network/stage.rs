@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::{BufRead, BufReader, Write},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, Stdio},
     sync::mpsc,
     time::{Duration, Instant},
@@ -15,7 +15,7 @@ use farside_tests::{Daemon, SHORT, Status, farside_program, scripted_vmm_program
 use serde_json::Value;
 
 /// Where each host has its files: the same name, and different file systems.
-const ROOT: &str = "/mnt";
+pub const ROOT: &str = "/mnt";
 
 /// Bytes of the image.
 pub const IMAGE: u64 = 64 << 20;
@@ -30,7 +30,7 @@ pub struct Host {
 }
 
 impl Host {
-    fn new(name: &'static str) -> Result<Self> {
+    pub fn new(name: &'static str) -> Result<Self> {
         let mut unshare = Command::new("unshare");
         let script = format!(
             "mount -t tmpfs none {ROOT} && mkdir {ROOT}/run {ROOT}/etc {ROOT}/state && echo ready && exec sleep infinity"
@@ -47,6 +47,36 @@ impl Host {
         BufReader::new(stdout).read_line(&mut line)?;
         ensure!(line == "ready\n", "host {name} has not started");
         Ok(Self { name, holder })
+    }
+
+    /// Its process, for `ip`.
+    pub fn pid(&self) -> String {
+        self.holder.id().to_string()
+    }
+
+    /// Issues certificates of the CA in `ca` to this host, at `address`.
+    pub fn certify(&self, ca: &Path, address: &str) -> Result<()> {
+        let ca = ca.display().to_string();
+        let (name, out) = (self.name, format!("{ca}/{}", self.name));
+        let args = [
+            "pki",
+            "issue",
+            name,
+            "--directory",
+            &ca,
+            "--output",
+            &out,
+            "--address",
+            address,
+        ];
+        self.farside(&args)?;
+        let to = self.path("etc/pki");
+        fs::create_dir_all(&to)?;
+        for file in fs::read_dir(&out)? {
+            let file = file?;
+            fs::copy(file.path(), to.join(file.file_name()))?;
+        }
+        Ok(())
     }
 
     /// A command on this host.
@@ -154,28 +184,10 @@ impl Stage {
     /// Issues certificates to both hosts, which use TLS from now on.
     pub fn use_tls(&mut self) -> Result<()> {
         let site = tempfile::tempdir()?;
-        let path = |name: &str| site.path().join(name).display().to_string();
-        let farside = |args: &[&str]| self.near.farside(args);
-        farside(&["pki", "init", "--directory", &path("ca")])?;
-        for (host, name) in [(&self.near, "near"), (&self.far, "far")] {
-            let out = path(name);
-            farside(&[
-                "pki",
-                "issue",
-                name,
-                "--directory",
-                &path("ca"),
-                "--output",
-                &out,
-                "--address",
-                "10.99.0.2",
-            ])?;
-            let to = host.path("etc/pki");
-            fs::create_dir_all(&to)?;
-            for file in fs::read_dir(&out)? {
-                let file = file?;
-                fs::copy(file.path(), to.join(file.file_name()))?;
-            }
+        let ca = site.path().display().to_string();
+        self.near.farside(&["pki", "init", "--directory", &ca])?;
+        for host in [&self.near, &self.far] {
+            host.certify(site.path(), "10.99.0.2")?;
         }
         self.tls = true;
         Ok(())
@@ -373,7 +385,7 @@ pub struct Vmm {
 }
 
 impl Vmm {
-    fn start(mut command: Command) -> Result<Self> {
+    pub fn start(mut command: Command) -> Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         die_with_us(&mut command);
         let mut child = command.spawn().context("starting the scripted VMM")?;
