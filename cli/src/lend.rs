@@ -162,6 +162,22 @@ fn tables_of(path: &Path) -> anyhow::Result<Vec<Table>> {
     Ok(devices.try_into()?)
 }
 
+/// The control group that the service manager has delegated. Workers do without.
+fn delegated(memory_max: Option<u64>) -> Option<cgroup::Delegated> {
+    let delegated = cgroup::Delegated::take(memory_max).unwrap_or_else(|error| {
+        log::warn!(
+            "workers have no control groups of their own: the delegated one cannot be used: {error}"
+        );
+        None
+    });
+    if delegated.is_none() && memory_max.is_some() {
+        log::warn!(
+            "worker-memory-max has no effect: the service manager has delegated no control group to this lender (Delegate=)"
+        );
+    }
+    delegated
+}
+
 #[cfg(test)]
 mod tests {
     use clap::Parser;
@@ -220,20 +236,4 @@ mod tests {
         assert!(fault(&["--remove", "x"]).contains("cannot be used with"));
         assert!(fault(&[]).contains("no device to add"));
     }
-}
-
-/// The control group that the service manager has delegated. Workers do without.
-fn delegated(memory_max: Option<u64>) -> Option<cgroup::Delegated> {
-    let delegated = cgroup::Delegated::take(memory_max).unwrap_or_else(|error| {
-        log::warn!(
-            "workers have no control groups of their own: the delegated one cannot be used: {error}"
-        );
-        None
-    });
-    if delegated.is_none() && memory_max.is_some() {
-        log::warn!(
-            "worker-memory-max has no effect: the service manager has delegated no control group to this lender (Delegate=)"
-        );
-    }
-    delegated
 }
