@@ -191,10 +191,10 @@ struct Delegated(PathBuf);
 impl Delegated {
     fn new() -> Result<Self, String> {
         let mounts = fs::read_to_string("/proc/mounts").expect("mounts");
-        let mounts = mounts
+        let mut mounts = mounts
             .lines()
             .map(|line| line.split(' ').collect::<Vec<_>>());
-        let mount = mounts.filter(|fields| fields[2] == "cgroup2").last();
+        let mount = mounts.rfind(|fields| fields[2] == "cgroup2");
         let mount = mount.ok_or("no control groups of version 2")?[1].to_owned();
         let path = PathBuf::from(mount).join(format!("farside-test-{}", std::process::id()));
         let refused = |what| move |error: io::Error| format!("{what}: {error}");
