@@ -106,11 +106,11 @@ pub(crate) fn room(spans: &[u64], devices: u64, taken: Cost, limits: &NtbLimits)
     let entries = u64::from(limits.lut_entries).saturating_sub(taken.lut_entries);
     let with_windows = entries.checked_div(vm.lut_entries).unwrap_or(u64::MAX);
     let vms = with_windows.min(requesters / devices.max(1));
-    if vms > 0 && exceeds(limits.per_vm.requester_entries, devices) {
-        return (0, Limit::RequesterEntriesPerVm);
-    }
     if vms > 0 && exceeds(limits.per_vm.lut_entries, vm.lut_entries) {
         return (0, Limit::LutEntriesPerVm);
+    }
+    if vms > 0 && exceeds(limits.per_vm.requester_entries, devices) {
+        return (0, Limit::RequesterEntriesPerVm);
     }
     // The first device of a VM takes its requester entry, then the windows; the others take
     // requester entries alone.

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Lender, MIB, guest, limits};
+use common::{Lender, MIB, guest, limits, shared};
 use farside_fabric::NtbLimits;
 use farside_planner::{
     AddressRules, Cluster, Guest, Limit, NtbGuest, NtbPlan, plan_cluster, plan_ntb,
@@ -51,20 +51,24 @@ proptest! {
 
     /// As many borrowers as the planner reports are served, and no more.
     #[test]
-    fn room_is_what_the_allocator_has(limits in limits(), guest in guest()) {
+    fn room_is_what_the_allocator_has(limits in shared(), guest in guest()) {
         let plan = plan(std::slice::from_ref(&guest), &limits);
         let many = Guest { vms: 10_000, ..guest };
         let (_, served, refused) = lend(&[many], &limits);
         prop_assert_eq!(only(&plan).room, served);
         let refused = refused.expect("no adapter has room for so many");
         let named = only(&plan).limited_by;
-        prop_assert!(same(named, refused), "named {:?}, refused by {:?}", named, refused);
+        let share = [Limit::LutEntriesPerVm, Limit::RequesterEntriesPerVm].contains(&refused);
+        // Of a VM that exceeds both the allocator looks at its share first, and the planner at the
+        // adapter: without a larger one, a larger share is of no use.
+        let both = share && served == 0;
+        prop_assert!(same(named, refused) || both, "named {:?}, refused by {:?}", named, refused);
     }
 
     /// Whether a mixed set of guests fits, how much of it does, and its resources.
     #[test]
     fn a_mixed_lot_fits_exactly_when_it_is_served(
-        limits in limits(),
+        limits in shared(),
         guests in prop::collection::vec(guest(), 1..5),
     ) {
         let plan = plan(&guests, &limits);
@@ -119,7 +123,7 @@ proptest! {
 
     /// The largest guest is served, and one granule more is refused.
     #[test]
-    fn the_largest_guest_is_the_largest(limits in limits(), guest in guest()) {
+    fn the_largest_guest_is_the_largest(limits in shared(), guest in guest()) {
         let plan = plan(std::slice::from_ref(&guest), &limits);
         let granule = guest.huge_pages.granule();
         for (vms, largest) in [

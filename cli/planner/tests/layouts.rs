@@ -4,7 +4,7 @@
 mod common;
 
 use common::{GIB, MIB, guest};
-use farside_fabric::{NtbLimits, fits};
+use farside_fabric::{NtbLimits, VmShare, fits};
 use farside_guest_layout::{Gpa, GpaRange, PlanRules, ProbeLimits, RangeSet, plan, probe};
 use farside_planner::{
     AddressError, AddressRules, Guest, MAX_RAM, Reserved, Span, plan_ntb, plan_vfio,
@@ -122,6 +122,7 @@ proptest! {
             entries_per_window: limits.3,
             requester_entries: limits.4,
             reserved_requesters: limits.5,
+            per_vm: VmShare { lut_entries: limits.3, requester_entries: limits.3 },
         };
         let limits = if sane_limits { NtbLimits::default() } else { limits };
         let bits = if sane_limits { 48 } else { bits };

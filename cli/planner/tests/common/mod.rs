@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use farside_fabric::{
     AdapterUsage, FabricError, Iova, LenderPath, LimitError, NtbLimits, NtbTables, PeerAddress,
+    VmShare,
     soft::{Adapter, Path},
 };
 use farside_guest_layout::{PlanRules, ProbeLimits, RangeSet, plan, probe};
@@ -33,6 +34,22 @@ pub fn limits() -> impl Strategy<Value = NtbLimits> {
             entries_per_window,
             requester_entries: reserved + devices,
             reserved_requesters: reserved,
+            per_vm: VmShare::ALL,
+        },
+    )
+}
+
+/// Any adapter, of which a VM may have a share.
+pub fn shared() -> impl Strategy<Value = NtbLimits> {
+    let lut_entries = prop::option::of(1u32..300);
+    let requester_entries = prop::option::of(1u32..4);
+    (limits(), lut_entries, requester_entries).prop_map(
+        |(limits, lut_entries, requester_entries)| NtbLimits {
+            per_vm: VmShare {
+                lut_entries,
+                requester_entries,
+            },
+            ..limits
         },
     )
 }
@@ -140,6 +157,8 @@ fn limit(error: FabricError) -> Limit {
     match error {
         FabricError::Limit(LimitError::Requesters { .. }) => Limit::RequesterEntries,
         FabricError::Limit(LimitError::LutEntries { .. }) => Limit::LutEntries,
+        FabricError::Limit(LimitError::VmLutEntries { .. }) => Limit::LutEntriesPerVm,
+        FabricError::Limit(LimitError::VmRequesters { .. }) => Limit::RequesterEntriesPerVm,
         FabricError::Limit(LimitError::WindowTooLarge { .. }) => Limit::EntriesPerWindow,
         other => panic!("refused by no limit: {other}"),
     }
