@@ -150,6 +150,7 @@ impl Run {
         };
         Ok(JobResult {
             job: job.name.to_string(),
+            network: None,
             pairs: (0..self.repeats).map(pair).collect::<Result<_>>()?,
         })
     }

@@ -30,11 +30,28 @@ pub(crate) enum Verb {
     /// Lend physical devices in VMs that play hosts: real VFIO, real IOMMUs
     Cluster(Cluster),
     /// Compare the borrowed NVMe device with QEMU's own, in one guest
-    Bench(Bench),
+    Bench(Box<Bench>),
     /// Make the Debian package: program, systemd units, man pages, completions
     Deb(Deb),
     /// Check documents, layering and file sizes against the code
     Tidy,
+    /// A wire with a delay between two network namespaces, for `bench`
+    #[command(hide = true)]
+    Wire(Wire),
+}
+
+/// Passes packets between two network namespaces until it is killed.
+#[derive(Debug, ClapArgs)]
+pub(crate) struct Wire {
+    /// The time that a round trip takes longer by it, microseconds.
+    #[arg(long, value_name = "US")]
+    pub(crate) delay_us: u32,
+    /// Its rate, Mbit/s.
+    #[arg(long, value_parser = value_parser!(u64).range(1..=1_000_000))]
+    pub(crate) mbit: u64,
+    /// Two network namespaces, each by a path such as /proc/PID/ns/net.
+    #[arg(required = true, num_args = 2)]
+    pub(crate) namespaces: Vec<PathBuf>,
 }
 
 /// Lends an NVMe device to a VM: boots the guest, makes a file system on the
@@ -161,6 +178,16 @@ pub(crate) struct Bench {
     /// libvfio-user's sample server gpio-pci-idio-16, to read registers of, too.
     #[arg(long, value_name = "PROGRAM")]
     pub(crate) libvfio_user: Option<PathBuf>,
+    /// Directory of an SPDK that has been built, whose NVMe over TCP to compare with.
+    #[arg(long, value_name = "DIRECTORY")]
+    pub(crate) spdk: Option<PathBuf>,
+    /// Only between these hosts, for what crosses a network.
+    #[arg(long, value_name = "WHAT")]
+    pub(crate) hosts: Option<Hosts>,
+    /// A delay of the network, added to its round trips, microseconds; may be given more than
+    /// once [default: 0, 50, 200 and 2000, or 0 and 200 with --quick].
+    #[arg(long = "delay", value_name = "US", value_parser = value_parser!(u32).range(0..=1_000_000))]
+    pub(crate) delays: Vec<u32>,
     /// Directory for the two images [default: /dev/shm where it has room, else the
     /// temporary directory].
     #[arg(long, value_name = "DIRECTORY")]
@@ -194,6 +221,17 @@ pub(crate) enum Chapter {
     Micro,
     /// Reads beside a busy thread on the device's CPU, without a guest.
     Neighbour,
+    /// fio's jobs over a network, beside NVMe over TCP.
+    Network,
+}
+
+/// What hosts are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Hosts {
+    /// Network namespaces of this machine, with a polling driver in the guest's place.
+    Namespaces,
+    /// VMs, one of which has a guest.
+    Vms,
 }
 
 impl Bench {

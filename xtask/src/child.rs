@@ -84,6 +84,24 @@ impl Child {
         Ok(())
     }
 
+    /// Waits for its end; it must succeed in time. Returns its output.
+    pub(crate) fn wait(self, timeout: Duration) -> Result<String> {
+        let status = self.process.wait(Instant::now() + timeout)?;
+        ensure!(
+            status.is_some_and(|status| status.success()),
+            "{} {}{}",
+            self.name,
+            match status {
+                Some(status) => format!("failed ({status})"),
+                None => format!("did not end within {timeout:?}"),
+            },
+            self.last_words()
+        );
+        let log = std::fs::read(&self.log);
+        let log = log.with_context(|| format!("reading {}", self.log.display()))?;
+        Ok(String::from_utf8_lossy(&log).into_owned())
+    }
+
     /// The end of its log, for an error.
     pub(crate) fn last_words(&self) -> String {
         let log = std::fs::read(&self.log).unwrap_or_default();

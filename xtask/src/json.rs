@@ -8,8 +8,8 @@ use farside_backend_api::{
     ListedDevice, Status,
 };
 use farside_bench::{
-    Axis, Better, Data, Environment, JobResult, Measurement, Pair, Point, Quantiles, Results,
-    Section, Series, Target, Unit,
+    Axis, Better, Data, Environment, Hosts, JobResult, Measurement, Network, Pair, Point,
+    Quantiles, Results, Section, Series, Target, Unit,
 };
 use farside_doctor::{Finding, Level, Report};
 use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova, Usage, VmShare};
@@ -359,9 +359,16 @@ fn results_of_a_benchmark_are_documented() {
         borrowed: measurement(cpu),
         beside: measurement(cpu),
     };
-    let job = |pairs| JobResult {
+    let job = |network, pairs| JobResult {
         job: "randread-4k-qd1".to_owned(),
+        network,
         pairs,
+    };
+    let network = Network {
+        hosts: Hosts::Namespaces,
+        delay_us: 50,
+        peer: "SPDK".to_owned(),
+        tls: false,
     };
     let series = |name: &str, data, target| Series {
         name: name.to_owned(),
@@ -414,7 +421,10 @@ fn results_of_a_benchmark_are_documented() {
         ..Environment::default()
     };
     let mut results = Results::new(known, ["borrowed", "own"]);
-    results.jobs = vec![job(vec![pair(Some(1.0)), pair(None)]), job(Vec::new())];
+    results.jobs = vec![
+        job(None, vec![pair(Some(1.0)), pair(None)]),
+        job(Some(network), Vec::new()),
+    ];
     results.sections.push(section);
     let unknown = Results::new(Environment::default(), ["borrowed", "own"]);
     let documents = [results, unknown].map(|results| to_value(results).unwrap());

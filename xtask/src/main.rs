@@ -75,6 +75,7 @@ fn run(args: Args) -> Result<ExitCode> {
         Some(Verb::Bench(bench)) => bench::run(&bench)?,
         Some(Verb::Deb(deb)) => deb::run(&deb)?,
         Some(Verb::Tidy) => return tidy::run(),
+        Some(Verb::Wire(wire)) => bench::wire::run(&wire)?,
     }
     Ok(ExitCode::SUCCESS)
 }

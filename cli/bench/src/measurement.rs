@@ -62,8 +62,34 @@ pub struct Pair {
 pub struct JobResult {
     /// The job's name.
     pub job: String,
+    /// Of a disk that another host has.
+    #[serde(flatten)]
+    pub network: Option<Network>,
     /// In the order they were made.
     pub pairs: Vec<Pair>,
+}
+
+/// How a job reached the disk of another host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Network {
+    /// The hosts are network namespaces, or VMs.
+    pub hosts: Hosts,
+    /// Round-trip time that was added, microseconds.
+    pub delay_us: u32,
+    /// What farside is compared with.
+    pub peer: String,
+    /// Whether farside's connection has TLS. The peer's has none: the ratio is what TLS costs.
+    pub tls: bool,
+}
+
+/// What the hosts of a comparison over a network are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Hosts {
+    /// Network namespaces of one machine, and a polling driver in the guest's place.
+    Namespaces,
+    /// VMs with kernels of their own, one of which has a guest.
+    Vms,
 }
 
 /// A [`JobResult`] in a file: for programs that plot, with the medians of the
@@ -71,6 +97,8 @@ pub struct JobResult {
 #[derive(Serialize)]
 struct Written {
     name: String,
+    #[serde(flatten)]
+    network: Option<Network>,
     /// Number of pairs.
     repeats: usize,
     iops_ratio: Option<f64>,
@@ -88,6 +116,7 @@ impl From<JobResult> for Written {
             METRICS.map(|metric| result.ratio(&metric).map(|ratio| ratio.median));
         Self {
             name: result.job.clone(),
+            network: result.network,
             repeats: result.pairs.len(),
             iops_ratio: iops,
             bandwidth_ratio: bandwidth,
@@ -163,6 +192,31 @@ pub const METRICS: [Metric; 7] = [
 ];
 
 impl JobResult {
+    /// The job's name, unique in the results.
+    pub fn label(&self) -> String {
+        let Some(network) = &self.network else {
+            return self.job.clone();
+        };
+        let Network {
+            hosts,
+            delay_us,
+            peer,
+            tls,
+        } = network;
+        let tls = if *tls { ", TLS" } else { "" };
+        let vms = match hosts {
+            Hosts::Namespaces => "",
+            Hosts::Vms => ", VMs",
+        };
+        format!("{}, {delay_us} µs{tls} over {peer}{vms}", self.job)
+    }
+
+    /// The target of a metric's ratio. What TLS costs has none.
+    pub fn target(&self, metric: &Metric) -> Option<Target> {
+        let tls = self.network.as_ref().is_some_and(|network| network.tls);
+        metric.target.filter(|_| !tls)
+    }
+
     /// A metric of the borrowed disk, one figure a repeat.
     pub fn borrowed(&self, metric: &Metric) -> Vec<f64> {
         let of = |pair: &Pair| (metric.of)(&pair.borrowed);
@@ -211,8 +265,44 @@ pub(crate) mod tests {
         };
         JobResult {
             job: name.to_owned(),
+            network: None,
             pairs: scales.iter().map(pair).collect(),
         }
+    }
+
+    /// The same, over a network.
+    pub(crate) fn network_job(name: &str, scales: &[f64], tls: bool) -> JobResult {
+        JobResult {
+            network: Some(Network {
+                hosts: Hosts::Namespaces,
+                delay_us: 50,
+                peer: "SPDK".into(),
+                tls,
+            }),
+            ..job(name, scales)
+        }
+    }
+
+    #[test]
+    fn a_job_over_a_network_is_written_with_its_way_and_read_again() {
+        let job = network_job("j", &[2.0], true);
+        assert_eq!(job.label(), "j, 50 µs, TLS over SPDK");
+        let json = serde_json::to_value(&job).unwrap();
+        let written = ["name", "hosts", "delay_us", "peer", "tls"].map(|key| json[key].clone());
+        assert_eq!(
+            serde_json::Value::from(written.to_vec()),
+            serde_json::json!(["j", "namespaces", 50, "SPDK", true])
+        );
+        assert_eq!(serde_json::from_value::<JobResult>(json).unwrap(), job);
+    }
+
+    #[test]
+    fn what_tls_costs_has_no_target() {
+        let targets = |tls| {
+            let job = network_job("j", &[0.5], tls);
+            METRICS.iter().filter_map(|m| job.target(m)).count()
+        };
+        assert_eq!((targets(false), targets(true)), (3, 0));
     }
 
     #[test]

@@ -123,11 +123,12 @@ impl Results {
 }
 
 fn job_findings(job: &JobResult) -> Vec<Finding> {
+    let label = job.label();
     METRICS
         .iter()
         .flat_map(|metric| {
             let finding = |what: &str, unit, repeats, target| Finding {
-                id: format!("{}: {}, {what}", job.job, metric.name),
+                id: format!("{label}: {}, {what}", metric.name),
                 unit,
                 better: metric.better,
                 repeats,
@@ -136,7 +137,7 @@ fn job_findings(job: &JobResult) -> Vec<Finding> {
             [
                 finding("borrowed", Some(metric.unit), job.borrowed(metric), None),
                 finding("beside", Some(metric.unit), job.beside(metric), None),
-                finding("ratio", None, job.ratios(metric), metric.target),
+                finding("ratio", None, job.ratios(metric), job.target(metric)),
             ]
         })
         .filter(|finding| !finding.repeats.is_empty())

@@ -14,7 +14,7 @@ pub fn job_ratios(results: &Results) -> Rows {
     header.push("target".to_owned());
     let mut rows = vec![header];
     rows.extend(results.jobs.iter().map(|job| {
-        let mut row = vec![job.job.clone()];
+        let mut row = vec![job.label()];
         row.extend(METRICS.iter().map(|metric| {
             let ratio = job.ratio(metric);
             ratio.map_or(DASH.to_owned(), |ratio| ratio.to_string())
@@ -27,10 +27,13 @@ pub fn job_ratios(results: &Results) -> Rows {
 
 /// Which targets of a job are missed.
 fn verdict(job: &JobResult) -> String {
+    if METRICS.iter().all(|metric| job.target(metric).is_none()) {
+        return DASH.to_owned();
+    }
     let missed: Vec<&str> = METRICS
         .iter()
         .filter(|metric| {
-            let target = metric.target.zip(job.ratio(metric));
+            let target = job.target(metric).zip(job.ratio(metric));
             target.is_some_and(|(target, ratio)| !target.met(&ratio))
         })
         .map(|metric| metric.name)
@@ -49,8 +52,10 @@ pub fn job_figures(results: &Results) -> Rows {
     for job in &results.jobs {
         let sides: [fn(&JobResult, &crate::Metric) -> Vec<f64>; 2] =
             [JobResult::borrowed, JobResult::beside];
-        for (disk, side) in results.disks.iter().zip(sides) {
-            let mut row = vec![job.job.clone(), disk.clone()];
+        let [borrowed, beside] = &results.disks;
+        let beside = job.network.as_ref().map_or(beside, |network| &network.peer);
+        for (disk, side) in [borrowed, beside].into_iter().zip(sides) {
+            let mut row = vec![job.label(), disk.clone()];
             row.extend(METRICS.iter().map(|metric| {
                 let median = Spread::of(side(job, metric)).map(|spread| spread.median);
                 median.map_or(DASH.to_owned(), |median| metric.unit.show(median))

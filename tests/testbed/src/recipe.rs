@@ -93,6 +93,7 @@ pub(crate) const HOST_TOOLS: &[&str] = &[
     "usr/bin/xz",
     "usr/bin/zstd",
     "usr/sbin/debugfs",
+    "usr/sbin/tc",
     "usr/sbin/fsck.ext4",
     "usr/sbin/mke2fs",
     "usr/sbin/xfs_repair",
@@ -112,6 +113,7 @@ pub(crate) const GUEST_PROGRAMS: &[&str] = &[
     "usr/bin/setpci",
     "usr/bin/umount",
     "usr/sbin/nvme",
+    "usr/sbin/tc",
     "usr/sbin/blkdiscard",
     "usr/sbin/blockdev",
     "usr/sbin/fstrim",
@@ -245,7 +247,10 @@ pub(crate) const MODULES: &[&str] = &[
     "nls_cp437",
     "nls_iso8859_1",
     "nls_utf8",
+    "nvme_tcp",
+    "nvmet_tcp",
     "pvpanic_pci",
+    "sch_netem",
     "uio_pci_generic",
     "vfat",
     "vfio_iommu_type1",
@@ -257,8 +262,9 @@ pub(crate) const MODULES: &[&str] = &[
     "xfs",
 ];
 
-/// Modules of a nested guest, loaded by hand: drivers for borrowed devices.
-pub(crate) const NESTED_MODULES: &[&str] = &["igbvf", "nvme"];
+/// Modules of a nested guest, loaded by hand: drivers for borrowed devices and for what they are
+/// compared with, and a file system of the host's programs.
+pub(crate) const NESTED_MODULES: &[&str] = &["9p", "9pnet_virtio", "igbvf", "nvme", "virtio_blk"];
 
 /// Firmware and option ROMs for a nested QEMU, in the packages.
 pub(crate) const NESTED_FIRMWARE: &[&str] = &[

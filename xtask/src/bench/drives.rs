@@ -10,7 +10,7 @@ use farside_bench::{
 use farside_testbed::{Progress, Vm};
 
 use super::{guest::Drives, measure::Run};
-use crate::interrupt;
+use crate::{cpu, interrupt};
 
 /// fio's ramp time, seconds.
 const RAMP: u32 = 1;
@@ -41,7 +41,7 @@ impl Both<'_> {
             let run = Run {
                 vm: self.vm,
                 drive,
-                pids: self.pids,
+                cpu: &|| cpu::time(self.pids),
                 timing,
             };
             run.measure(job)
@@ -78,6 +78,7 @@ impl Both<'_> {
             }
             let result = JobResult {
                 job: job.name.to_string(),
+                network: None,
                 pairs,
             };
             self.progress.note(&line(&result));
@@ -160,10 +161,10 @@ fn bandwidth(name: &str, points: Vec<Point>, against: Option<&str>) -> Series {
 }
 
 /// One line about a completed job.
-fn line(job: &JobResult) -> String {
+pub(super) fn line(job: &JobResult) -> String {
     let ratios = METRICS.iter().filter_map(|metric| {
         let ratio = job.ratio(metric)?;
         Some(format!("{} {ratio}", metric.name))
     });
-    format!("{}: {}", job.job, ratios.collect::<Vec<_>>().join(", "))
+    format!("{}: {}", job.label(), ratios.collect::<Vec<_>>().join(", "))
 }

@@ -12,20 +12,18 @@ use farside_bench::{
     fio::{self, Hooks, Sample, Timing},
     job::Job,
 };
-use farside_testbed::Vm;
-
-use crate::cpu;
+use farside_testbed::Guest;
 
 /// Time that fio and the guest may take beyond the requested run time.
 const SLACK: Duration = Duration::from_secs(300);
 
 /// Parameters of a measurement.
 pub(super) struct Run<'a> {
-    pub(super) vm: &'a Vm,
+    pub(super) vm: &'a Guest,
     /// Name of the block device in the guest.
     pub(super) drive: &'a str,
-    /// The processes whose CPU time is measured on the host.
-    pub(super) pids: &'a [u32],
+    /// CPU time so far of all that the host has for the guest.
+    pub(super) cpu: &'a dyn Fn() -> Result<Duration>,
     pub(super) timing: Timing,
 }
 
@@ -43,9 +41,9 @@ impl Run<'_> {
         let fio = vm.exec_start(&self.command(job)?, timeout)?;
 
         let begin = begin.wait()?.stdout;
-        let cpu_before = cpu::time(self.pids)?;
+        let cpu_before = (self.cpu)()?;
         let end = end.wait()?.stdout;
-        let cpu = cpu::time(self.pids)? - cpu_before;
+        let cpu = (self.cpu)()? - cpu_before;
 
         let fio = fio.wait()?;
         ensure!(fio.success(), "fio failed: {fio}");

@@ -2,7 +2,8 @@
 //! equal images, and fio runs on them in turns.
 //!
 //! [`drives`] measures both, [`measure`] runs fio once, [`ping_pong`] measures the latency
-//! of a device of [`testers`]. [`micro`] and [`neighbour`] need no guest. `farside_bench`
+//! of a device of [`testers`]. [`micro`] and [`neighbour`] need no guest.
+//! [`network`] compares a disk of another host with NVMe over TCP. `farside_bench`
 //! makes figures, tables, plots and the report.
 
 mod about;
@@ -12,6 +13,7 @@ mod images;
 mod measure;
 mod micro;
 mod neighbour;
+mod network;
 mod ping_pong;
 mod testers;
 
@@ -22,7 +24,7 @@ use farside_bench::{Results, job::JOBS, tables};
 use farside_testbed::{Progress, Testbed, Vm};
 
 use crate::{
-    args::{Bench, Chapter},
+    args::{Bench, Chapter, Hosts},
     cargo::{self, Profile},
     cpu, interrupt,
     scene::{self, Scene},
@@ -31,6 +33,8 @@ use drives::Both;
 use guest::Drives;
 use images::Images;
 use micro::Micro;
+use network::Parameters;
+pub(crate) use network::wire;
 use testers::Testers;
 
 /// Name of the VM.
@@ -121,6 +125,22 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
         let turns = args.repeats.unwrap_or(settings.turns);
         let section = neighbour::measure(&program, &images.borrowed, turns, &progress)?;
         results.add(section)?;
+    }
+    if args.wants(Chapter::Network) {
+        let parameters = Parameters {
+            program: &program,
+            testbed: &testbed,
+            images: &images,
+            args,
+            settings: &settings,
+            progress: &progress,
+        };
+        if args.hosts != Some(Hosts::Vms) {
+            results.jobs.extend(network::in_namespaces(&parameters)?);
+        }
+        if args.hosts != Some(Hosts::Namespaces) {
+            results.jobs.extend(network::in_vms(&parameters)?);
+        }
     }
     let in_guest = [Chapter::Fio, Chapter::Sweep, Chapter::PingPong];
     if in_guest.into_iter().any(|chapter| args.wants(chapter)) {
@@ -256,7 +276,7 @@ impl Stage<'_> {
             let wanted =
                 |name: &str| args.jobs.is_empty() || args.jobs.iter().any(|job| job == name);
             let jobs: Vec<_> = JOBS.iter().filter(|job| wanted(&job.name)).collect();
-            results.jobs = both.jobs(&jobs, settings.seconds)?;
+            results.jobs.extend(both.jobs(&jobs, settings.seconds)?);
         }
         if args.wants(Chapter::Sweep) {
             results.add(both.sweep(settings.sweep_step, settings.sweep_repeats)?)?;

@@ -20,7 +20,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use farside_bench::{Better, Data, Section, Series, Target, Unit};
 use farside_scripted_vmm::{
-    nvme::{Doorbells, Polled},
+    nvme::{Doorbells, Load, Polled},
     ram::Layout,
     session::{Options, Session},
 };
@@ -220,8 +220,8 @@ impl Stage {
             Beside::Nobody | Beside::Backend => None,
         };
         let (machine, _) = self.session.drive()?;
-        let reads = self.queue.read(machine, depth, TURN)?;
-        Ok(reads as f64 / TURN.as_secs_f64())
+        let reads = self.queue.run(machine, Load::random_reads(depth), TURN)?;
+        Ok(reads.len() as f64 / TURN.as_secs_f64())
     }
 }
 

@@ -106,7 +106,7 @@ pub fn all(results: &Results) -> Vec<Plot> {
     if !results.jobs.is_empty() {
         let rows = results.jobs.iter().map(|job| {
             let ratios = METRICS.iter().map(|metric| job.ratio(metric));
-            (job.job.clone(), ratios.collect())
+            (job.label(), ratios.collect())
         });
         let [borrowed, beside] = &results.disks;
         plots.push(Plot {

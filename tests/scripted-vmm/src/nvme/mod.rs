@@ -15,5 +15,5 @@ pub use command::{Command, Completion, Opcode};
 pub use controller::{Controller, Transfer, is_ready, start, status, stop};
 pub use identify::Identity;
 pub use memory::{DRIVER_RAM, MAX_QUEUES};
-pub use polled::{Doorbells, Polled};
+pub use polled::{Doorbells, Load, Polled};
 pub use queue::Queue;

@@ -1,4 +1,4 @@
-//! Random reads by a polling driver: a given queue depth, completions found in memory, no
+//! Reads or writes by a polling driver: a given queue depth, completions found in memory, no
 //! interrupts, as SPDK does. It measures the device.
 
 use std::sync::atomic::{Ordering, fence};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::command::{Command, Opcode};
+use super::command::{Command, MAX_TRANSFER, Opcode, data_pointer};
 use super::controller::Controller;
 use super::memory::{DRIVER_RAM, ENTRIES, QueueMemory};
 use super::registers::Capabilities;
@@ -26,6 +26,41 @@ pub enum Doorbells {
     /// By memory (Doorbell Buffer Config), and by the register when the event index
     /// requires it.
     Buffer,
+}
+
+/// Commands that are kept in flight.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// [`Opcode::Read`] or [`Opcode::Write`].
+    pub opcode: Opcode,
+    /// Bytes of each: whole pages.
+    pub bytes: u64,
+    /// How many.
+    pub depth: u16,
+    /// One after the other, or all over the namespace.
+    pub sequential: bool,
+    /// Other threads have the CPU between two looks for completions: for a host of one CPU.
+    pub yields: bool,
+}
+
+impl Load {
+    /// Random reads of a page.
+    pub fn random_reads(depth: u16) -> Self {
+        Self {
+            opcode: Opcode::Read,
+            bytes: PAGE,
+            depth,
+            sequential: false,
+            yields: false,
+        }
+    }
+}
+
+/// Commands in flight, by identifier: a command may be overtaken by all others.
+struct Slots {
+    pointers: Vec<[u64; 2]>,
+    free: Vec<u16>,
+    since: Vec<Instant>,
 }
 
 /// A polled queue pair.
@@ -97,27 +132,28 @@ impl Controller {
 }
 
 impl Polled {
-    /// Reads pages of the namespace for `time` at queue depth `depth`. Returns the number
-    /// of reads; none is in flight on return.
+    /// Keeps `load` in flight for `time`. Returns the latency of each command, from before its
+    /// submission; none is in flight on return.
     ///
     /// # Errors
-    /// If a read fails or times out.
-    pub fn read(&mut self, machine: &mut Machine, depth: u16, time: Duration) -> Result<u64> {
-        ensure!(
-            0 < depth && depth < ENTRIES,
-            "{depth} commands in flight: a queue of {ENTRIES} entries has 1 to {}",
-            ENTRIES - 1
-        );
-        let before = self.completed;
+    /// If RAM or the queue has no room for the load, or a command fails or times out.
+    pub fn run(
+        &mut self,
+        machine: &mut Machine,
+        load: Load,
+        time: Duration,
+    ) -> Result<Vec<Duration>> {
+        let mut slots = self.slots(machine, load)?;
+        let mut latencies = Vec::new();
         let end = Instant::now() + time;
         let deadline = end + machine.timeout;
         let mut looks = 0;
         let mut over = false;
         while !over || self.completed < self.submitted {
             if !over {
-                self.submit(machine, depth)?;
+                self.submit(machine, load, &mut slots)?;
             }
-            if self.reap(machine)? {
+            if self.reap(machine, &mut slots, &mut latencies)? {
                 looks = 0;
             }
             looks += 1;
@@ -126,15 +162,45 @@ impl Polled {
                 over = now >= end;
                 ensure!(
                     now < deadline,
-                    "{} of {} reads not within {:?}",
+                    "{} of {} commands not within {:?}",
                     self.submitted - self.completed,
                     self.submitted,
                     machine.timeout
                 );
             }
-            std::hint::spin_loop();
+            match load.yields {
+                true => std::thread::yield_now(),
+                false => std::hint::spin_loop(),
+            }
         }
-        Ok(self.completed - before)
+        Ok(latencies)
+    }
+
+    /// A slot for each command in flight: pages for its data, behind all others those of PRP lists.
+    fn slots(&self, machine: &Machine, load: Load) -> Result<Slots> {
+        let Load { depth, bytes, .. } = load;
+        ensure!(
+            0 < depth && depth < ENTRIES,
+            "{depth} commands in flight: a queue of {ENTRIES} entries has 1 to {}",
+            ENTRIES - 1
+        );
+        ensure!(
+            bytes > 0 && bytes.is_multiple_of(PAGE) && bytes <= MAX_TRANSFER,
+            "transfers of {bytes} bytes: they can be whole pages up to {MAX_TRANSFER} bytes"
+        );
+        let lists = DRIVER_RAM.end + u64::from(depth) * bytes;
+        let mut slots = Slots {
+            pointers: Vec::new(),
+            free: (0..depth).rev().collect(),
+            since: vec![Instant::now(); depth.into()],
+        };
+        for id in 0..u64::from(depth) {
+            let list = lists + id * PAGE;
+            let (pointer, entries) = data_pointer(DRIVER_RAM.end + id * bytes, bytes, list)?;
+            machine.ram.write(list, &entries)?;
+            slots.pointers.push(pointer);
+        }
+        Ok(slots)
     }
 
     /// Submits these entries, whatever they are, and waits until each is completed. Returns the
@@ -162,7 +228,7 @@ impl Polled {
         let (mut done, mut succeeded) = (0, 0);
         while done < entries.len() {
             match self.take(machine)? {
-                Some(status) => {
+                Some((_, status)) => {
                     done += 1;
                     succeeded += usize::from(status == 0);
                 }
@@ -182,18 +248,28 @@ impl Polled {
         Ok(succeeded)
     }
 
-    /// Fills the queue up to `depth`, and rings the doorbell once.
-    fn submit(&mut self, machine: &mut Machine, depth: u16) -> Result<()> {
+    /// Fills the queue up to the load's depth, and rings the doorbell once.
+    fn submit(&mut self, machine: &mut Machine, load: Load, slots: &mut Slots) -> Result<()> {
         let old = self.tail;
-        while self.submitted - self.completed < u64::from(depth) {
-            // Fibonacci hashing: visits every page in a scattered order.
-            let page = self.submitted.wrapping_mul(0x9e37_79b9_7f4a_7c15) % self.pages;
-            let blocks = PAGE / self.block_bytes;
-            let to = DRIVER_RAM.end + self.submitted % u64::from(ENTRIES) * PAGE;
-            let read =
-                Command::transfer(Opcode::Read, self.namespace, page * blocks, blocks, [to, 0]);
+        let blocks = load.bytes / self.block_bytes;
+        let extents = self.pages * PAGE / load.bytes;
+        while let Some(id) = slots.free.pop() {
+            let extent = match load.sequential {
+                true => self.submitted % extents,
+                // Fibonacci hashing: visits every extent in a scattered order.
+                false => self.submitted.wrapping_mul(0x9e37_79b9_7f4a_7c15) % extents,
+            };
+            let slot = usize::from(id);
+            let command = Command::transfer(
+                load.opcode,
+                self.namespace,
+                extent * blocks,
+                blocks,
+                slots.pointers[slot],
+            );
             let at = self.memory.sq + u64::from(self.tail) * 64;
-            machine.ram.write(at, &read.entry(self.tail))?;
+            slots.since[slot] = Instant::now();
+            machine.ram.write(at, &command.entry(id))?;
             self.tail = (self.tail + 1) % ENTRIES;
             self.submitted += 1;
         }
@@ -205,10 +281,19 @@ impl Polled {
     }
 
     /// Reaps all completions, and rings the doorbell once.
-    fn reap(&mut self, machine: &mut Machine) -> Result<bool> {
+    fn reap(
+        &mut self,
+        machine: &mut Machine,
+        slots: &mut Slots,
+        latencies: &mut Vec<Duration>,
+    ) -> Result<bool> {
         let old = self.head;
-        while let Some(status) = self.take(machine)? {
-            ensure!(status == 0, "a read failed with status {status:#x}");
+        while let Some((id, status)) = self.take(machine)? {
+            ensure!(status == 0, "a command failed with status {status:#x}");
+            let since = slots.since.get(usize::from(id));
+            let since = since.with_context(|| format!("a completion of no command: {id}"))?;
+            latencies.push(since.elapsed());
+            slots.free.push(id);
             self.completed += 1;
         }
         if self.head == old {
@@ -219,8 +304,8 @@ impl Polled {
         Ok(true)
     }
 
-    /// Takes the next completion, if any. Returns its status.
-    fn take(&mut self, machine: &Machine) -> Result<Option<u32>> {
+    /// Takes the next completion, if any. Returns its command's identifier and its status.
+    fn take(&mut self, machine: &Machine) -> Result<Option<(u16, u32)>> {
         let at = self.memory.cq + u64::from(self.head) * 16;
         let last = machine.ram.load_u32(at + 12)?;
         if last >> 16 & 1 != self.phase {
@@ -231,7 +316,7 @@ impl Polled {
             self.head = 0;
             self.phase ^= 1;
         }
-        Ok(Some(last >> 17 & 0x7ff))
+        Ok(Some((last as u16, last >> 17 & 0x7ff)))
     }
 
     /// Writes a doorbell: to memory if there is a buffer, and to the register if the value
