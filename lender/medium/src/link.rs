@@ -29,8 +29,14 @@ const SILENCE: Duration = Duration::from_secs(10);
 /// Time without a byte to the peer after which [`Frame::Alive`] is sent.
 const IDLE: Duration = Duration::from_secs(3);
 
-/// Bytes read ahead: the headers of frames, and data of short ones.
-const AHEAD: usize = 4096;
+/// Bytes read ahead: eight frames of a page, by one system call.
+const AHEAD: usize = 8 * (HEADER + 4096);
+
+/// Longest data of frames that are read ahead whole: of longer ones only the beginning is copied.
+const SHORT: usize = 16 << 10;
+
+/// Bytes read ahead behind frames with more data than that.
+const AHEAD_OF_LONG: usize = 4096;
 
 /// Most bytes of sealed records before they are sent.
 const SEALED: usize = 128 << 10;
@@ -117,6 +123,10 @@ pub struct Link {
     ahead: Ahead,
     /// The frame whose data is being received.
     incoming: Option<(Frame, Cursor)>,
+    /// Bytes to read ahead without TLS.
+    ahead_of: usize,
+    /// The last system call has received all that there was.
+    drained: bool,
     outgoing: VecDeque<Outgoing>,
     /// Frames that the socket has taken as a whole.
     sent: u64,
@@ -152,6 +162,8 @@ impl Link {
             }),
             tls,
             incoming: None,
+            ahead_of: AHEAD,
+            drained: false,
             outgoing: VecDeque::new(),
             sent: 0,
             heard: now,
@@ -309,6 +321,20 @@ impl Link {
     /// The connection has ended.
     pub fn receive(
         &mut self,
+        place: impl FnMut(&Frame) -> Result<Memory, FrameError>,
+    ) -> Result<Option<Frame>, LinkError> {
+        self.drained = false;
+        self.receive_some(place)
+    }
+
+    /// As [`Link::receive`], for those who call again or wait for input, level-triggered, after `None`: when
+    /// the last system call has received less than it could, it is not followed by one that would fail
+    /// with EAGAIN. So `None` does not say that the connection has not ended meanwhile.
+    ///
+    /// # Errors
+    /// As [`Link::receive`].
+    pub fn receive_some(
+        &mut self,
         mut place: impl FnMut(&Frame) -> Result<Memory, FrameError>,
     ) -> Result<Option<Frame>, LinkError> {
         loop {
@@ -327,10 +353,16 @@ impl Link {
                     return Err(FrameError::Unexpected(frame).into());
                 }
                 self.ahead.filled.start += HEADER;
+                if frame.data_len() > 0 {
+                    self.ahead_of = match frame.data_len() > SHORT {
+                        true => AHEAD_OF_LONG,
+                        false => AHEAD,
+                    };
+                }
                 self.incoming = Some((frame, data));
                 continue;
             }
-            if !self.fill()? {
+            if mem::take(&mut self.drained) || !self.fill()? {
                 return Ok(None);
             }
             self.heard = Instant::now();
@@ -354,10 +386,12 @@ impl Link {
             .iter()
             .map(|vector| vector.iov_len)
             .sum();
+        let most = self.ahead_of;
         let room = self.ahead.room();
+        let ahead = room.len().min(most);
         vectors.push(libc::iovec {
             iov_base: room.as_mut_ptr().cast(),
-            iov_len: room.len(),
+            iov_len: ahead,
         });
         let read = loop {
             // SAFETY: the vectors name memory that is valid and writable by the contract of
@@ -382,6 +416,7 @@ impl Link {
                 (errno, _) => return Err(ended(errno)),
             }
         };
+        self.drained = read < direct + ahead;
         if let Some((_, data)) = &mut self.incoming {
             data.advance(read.min(direct));
         }

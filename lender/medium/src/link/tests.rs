@@ -146,6 +146,47 @@ fn a_closed_connection_is_told_from_a_quiet_one() {
 }
 
 #[test]
+fn after_a_short_read_the_socket_is_not_read_until_the_next_call() {
+    let (mut near, mut far) = pair(false);
+    let none = |_: &Frame| Ok(Memory::NONE);
+    let mut post = |frame| {
+        near.post(frame, Memory::NONE);
+        near.flush().unwrap();
+    };
+    post(Frame::Alive);
+    assert_eq!(far.receive_some(none).unwrap(), Some(Frame::Alive));
+    post(Frame::Return);
+    assert_eq!(far.receive_some(none).unwrap(), None);
+    assert_eq!(far.receive_some(none).unwrap(), Some(Frame::Return));
+    // Who waits for an edge reads until the socket is empty.
+    post(Frame::Alive);
+    assert_eq!(far.receive(none).unwrap(), Some(Frame::Alive));
+    post(Frame::Return);
+    assert_eq!(far.receive(none).unwrap(), Some(Frame::Return));
+}
+
+#[test]
+fn frames_of_a_page_are_received_by_one_call() {
+    let (mut near, mut far) = pair(false);
+    let from = Buffer::new(vec![7; 4096], 4096);
+    let into = Buffer::new(vec![0; 4096], 4096);
+    for tag in 0..8 {
+        near.post(write(tag, 4096), from.memory());
+    }
+    near.flush().unwrap();
+    for tag in 0..8 {
+        let received = far.receive_some(|_| Ok(into.memory())).unwrap();
+        assert_eq!(received, Some(write(tag, 4096)));
+        // The rest is read ahead: nothing is left in the socket.
+        let mut left = [0];
+        let peek = rustix::net::RecvFlags::PEEK | rustix::net::RecvFlags::DONTWAIT;
+        let peeked = rustix::net::recv(&far, &mut left[..], peek);
+        assert_eq!(peeked.unwrap_err(), Errno::AGAIN);
+    }
+    drop((near, far));
+}
+
+#[test]
 fn silence_ends_a_connection_and_an_idle_one_says_that_it_is_alive() {
     let (mut near, mut far) = pair(false);
     near.tick().unwrap();

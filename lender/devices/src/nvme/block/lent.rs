@@ -225,7 +225,8 @@ impl LentMedium {
                 return Ok(count > 0);
             }
             let (slots, free, memory) = (&mut self.slots, &mut self.free, &self.memory);
-            let received = self.link.receive(|frame| place(slots, free, memory, frame));
+            let place = |frame: &Frame| place(slots, free, memory, frame);
+            let received = self.link.receive_some(place);
             match received.map_err(Ended::Cut)? {
                 Some(Frame::Return) => return Err(Ended::Returned),
                 Some(frame) => self.start(frame),

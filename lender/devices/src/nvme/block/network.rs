@@ -261,15 +261,20 @@ impl Network {
         }
     }
 
-    /// Takes what has arrived.
-    fn receive(&mut self) {
+    /// Takes what has arrived; with `until_empty`, until no descriptor reports more.
+    fn receive(&mut self, until_empty: bool) {
         self.more = false;
         for _ in 0..self.operations.len() {
             let State::Connected(link) = &mut self.state else {
                 return;
             };
             let operations = &self.operations;
-            match link.receive(|frame| place(operations, frame)) {
+            let place = |frame: &Frame| place(operations, frame);
+            let received = match until_empty {
+                true => link.receive(place),
+                false => link.receive_some(place),
+            };
+            match received {
                 Ok(Some(frame)) => self.take(frame),
                 Ok(None) => return,
                 Err(error) => return self.lose(error),
@@ -334,7 +339,7 @@ impl Network {
             self.lose(error);
         }
         self.flush();
-        self.receive();
+        self.receive(true);
     }
 }
 
@@ -448,7 +453,7 @@ impl Engine for Network {
 
     fn reap(&mut self, done: &mut Vec<(Tag, i32)>) {
         if self.outstanding > 0 {
-            self.receive();
+            self.receive(false);
         }
         done.append(&mut self.finished);
     }
