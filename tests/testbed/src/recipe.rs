@@ -262,9 +262,8 @@ pub(crate) const MODULES: &[&str] = &[
     "xfs",
 ];
 
-/// Modules of a nested guest, loaded by hand: drivers for borrowed devices and for what they are
-/// compared with, and a file system of the host's programs.
-pub(crate) const NESTED_MODULES: &[&str] = &["9p", "9pnet_virtio", "igbvf", "nvme", "virtio_blk"];
+/// Modules of a nested guest, loaded by hand: drivers for borrowed devices and for disks beside them.
+pub(crate) const NESTED_MODULES: &[&str] = &["igbvf", "nvme", "virtio_blk"];
 
 /// Firmware and option ROMs for a nested QEMU, in the packages.
 pub(crate) const NESTED_FIRMWARE: &[&str] = &[

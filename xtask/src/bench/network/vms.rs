@@ -29,8 +29,10 @@ const NEAR_RAM: u64 = 2 << 30;
 const GUEST_RAM: u64 = 512 << 20;
 /// Longer than a benchmark.
 const LIFE: Duration = Duration::from_secs(24 * 3600);
-/// Serial number of QEMU's NVMe device.
+/// Serial number of the disks beside the borrowed one.
 const SERIAL: &str = "over-tcp";
+/// An archive of fio and its libraries, at the near host.
+const FIO: &str = "/tmp/fio.tar";
 
 /// QEMU's devices on the kernel's NVMe over TCP, which farside is compared with.
 const PEERS: [&str; 2] = ["kernel, virtio-blk", "kernel, QEMU's nvme"];
@@ -209,37 +211,55 @@ fn busy(host: &HostVm) -> Result<Duration> {
     Ok(Sample::parse(&sample)?.since(&Sample::parse(idle)?).cpu)
 }
 
-/// A guest with all three disks, and with fio from its host's files.
+/// A guest with all three disks, and with fio, which it gets from its host as an archive on a disk.
 fn start_guest(near: &HostVm) -> Result<Nested<'_>> {
+    let archive = format!(
+        "libraries=$(/lib64/ld-linux-x86-64.so.2 --list /usr/bin/fio | grep -o '/[^ ]*')
+        tar -c -h -f {FIO} /usr/bin/fio $libraries 2>/dev/null
+        truncate -c -s $(( ($(stat -c %s {FIO}) + 511) / 512 * 512 )) {FIO}"
+    );
+    near.exec_ok(&archive, SHORT).context("an archive of fio")?;
     let disk = |n: u32| {
         format!(
             "driver=host_device,node-name=disk{n},filename=/dev/nvme0n{n},cache.direct=on,aio=io_uring"
         )
     };
     let guest = near.guest("g").memory(GUEST_RAM).vfio_user(&socket());
+    let fio = format!("driver=file,node-name=fio,filename={FIO},read-only=on");
     let guest = guest
+        .args(["-blockdev", &disk(1)])
         .args([
-            "-blockdev",
-            &disk(1),
             "-device",
-            "virtio-blk-pci,drive=disk1",
+            &format!("virtio-blk-pci,drive=disk1,serial={SERIAL}"),
         ])
         .args(["-blockdev", &disk(2)])
         .args(["-device", &format!("nvme,drive=disk2,serial={SERIAL}")])
         .args([
-            "-virtfs",
-            "local,path=/,mount_tag=host,security_model=none,readonly=on",
+            "-blockdev",
+            &fio,
+            "-device",
+            "virtio-blk-pci,drive=fio,serial=fio",
         ]);
     let guest = guest.launch()?;
     guest.wait_agent(BOOT)?;
-    let fio = "set -e; modprobe -a nvme virtio_blk 9p 9pnet_virtio; mkdir -p /host
-        mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose host /host
-        libraries=/host/usr/lib/x86_64-linux-gnu
-        printf '#!/bin/sh\\nexec %s --library-path %s /host/usr/bin/fio \"$@\"\\n' \
-            /host/lib64/ld-linux-x86-64.so.2 $libraries:$libraries/ceph >/usr/bin/fio
-        chmod +x /usr/bin/fio; fio --version";
-    guest.exec_ok(fio, BOOT).context("fio in the guest")?;
+    let script = format!(
+        "set -e; modprobe -a nvme virtio_blk
+        mkdir -p /usr/lib64 /usr/lib/x86_64-linux-gnu
+        tar -x -C / -f /dev/{}
+        fio --version",
+        disk_of(&guest, "fio")?
+    );
+    guest.exec_ok(&script, BOOT).context("fio in the guest")?;
     Ok(guest)
+}
+
+/// The name of the virtio-blk disk with a serial number.
+fn disk_of(guest: &Nested<'_>, serial: &str) -> Result<String> {
+    let find = format!(
+        "modprobe virtio_blk; cd /sys/block
+        for disk in vd*; do [ \"$(cat $disk/serial)\" != {serial} ] || echo $disk; done"
+    );
+    Ok(guest.exec_ok(&find, BOOT)?.trim().to_owned())
 }
 
 struct Disks {
@@ -249,7 +269,7 @@ struct Disks {
 }
 
 fn find_disks(guest: &Nested<'_>) -> Result<Disks> {
-    for disk in ["nvme0n1", "nvme1n1", "vda"] {
+    for disk in ["nvme0n1", "nvme1n1"] {
         guest.wait_path(&format!("/dev/{disk}"), BOOT)?;
     }
     let serials = guest.exec_ok("cat /sys/block/nvme[01]n1/device/serial", SHORT)?;
@@ -257,6 +277,6 @@ fn find_disks(guest: &Nested<'_>) -> Result<Disks> {
     let own = own.with_context(|| format!("no disk {SERIAL} among {serials:?}"))?;
     Ok(Disks {
         borrowed: format!("nvme{}n1", 1 - own),
-        beside: ["vda".to_owned(), format!("nvme{own}n1")],
+        beside: [disk_of(guest, SERIAL)?, format!("nvme{own}n1")],
     })
 }
