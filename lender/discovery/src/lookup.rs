@@ -8,6 +8,7 @@ use std::{
 };
 
 use farside_daemon::DeviceId;
+use farside_error_chain::Chain;
 use farside_lender_protocol::Address;
 use serde::{Deserialize, Serialize};
 
@@ -72,7 +73,7 @@ impl Discovery {
                     let fresh: Vec<_> = fresh.collect();
                     known.now.extend(fresh);
                 }
-                Err(error) => log::warn!("{error}"),
+                Err(error) => log::warn!("{}", Chain(&error)),
             }
         }
         known.before.retain(|former| !known.now.contains(former));

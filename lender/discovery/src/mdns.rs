@@ -26,7 +26,7 @@ const GOODBYE: Duration = Duration::from_millis(500);
 /// An error of mDNS.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "mDNS does not work on this host ({0}): unset `mdns` in host.toml, or allow multicast on UDP port 5353"
+    "mDNS does not work on this host: unset `mdns` in host.toml, or allow multicast on UDP port 5353"
 )]
 pub struct MdnsError(#[from] mdns_sd::Error);
 
