@@ -93,13 +93,13 @@ fn by_sockets(machine: &Machine) -> Result<()> {
         );
         exposure::is_small(&|script| machine.sh(script), unit)?;
     }
-    // Of the state, a backend sees that of VMs, not the images.
+    // Of the state, a backend sees that of VMs and the known lenders, not the images.
     let pid = machine.show(BACKEND, "MainPID")?;
     let seen = machine.sh(&format!(
         "cd /proc/{pid}/root/var/lib/farside; ls; touch vm/here 2>&1 && echo written || true"
     ))?;
     ensure!(
-        seen.starts_with("vm\n") && !seen.contains("written"),
+        seen.starts_with("known\nvm\n") && !seen.contains("written"),
         "{seen}"
     );
     Ok(())
