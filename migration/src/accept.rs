@@ -72,6 +72,15 @@ impl Accept {
                 "the domain of VM {vm} has no <emulator>, which this host's agent requires"
             )));
         }
+        // libvirt runs scripts of interfaces as root; variables can have QEMU load other code.
+        let runs_more =
+            |it: &roxmltree::Node<'_, '_>| matches!(it.tag_name().name(), "env" | "script");
+        if let Some(found) = tree.descendants().find(runs_more) {
+            return Err(Error::refused(format!(
+                "<{}> in the domain of VM {vm} is not accepted by this host: remove it",
+                found.tag_name().name()
+            )));
+        }
         for emulator in emulators() {
             self.check_binary(vm, Path::new(emulator.text().unwrap_or_default().trim()))?;
         }
@@ -207,6 +216,14 @@ mod tests {
             ("<emulator>/tmp/x</emulator>", "runs /tmp/x"),
             (&format!("{ours}<emulator>/tmp/x</emulator>"), "runs /tmp/x"),
             (&format!("{ours}<arg value='-sandbox'/>"), "QEMU's -sandbox"),
+            (
+                &format!("{ours}<env name='LD_PRELOAD' value='/x'/>"),
+                "<env>",
+            ),
+            (
+                &format!("{ours}<interface><script path='/x'/></interface>"),
+                "<script>",
+            ),
         ] {
             let refused = accepts(QEMU, Some(&domain(inside))).unwrap_err();
             assert!(refused.contains(part), "{inside}: {refused}");
