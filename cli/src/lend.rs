@@ -77,7 +77,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         // This program, also after its file was replaced by a later version.
         path: "/proc/self/exe".into(),
         args: vec!["lease-worker".into()],
-        cgroup: delegated(config.worker_memory_max),
+        cgroup: delegated(config.worker_memory_max)?,
     });
     let lender = Lender::start_activated(config, activated)?;
     signals::raise_on_signal(&lender.stop_handle(), signals::stopping)
@@ -162,20 +162,25 @@ fn tables_of(path: &Path) -> anyhow::Result<Vec<Table>> {
     Ok(devices.try_into()?)
 }
 
-/// The control group that the service manager has delegated. Workers do without.
-fn delegated(memory_max: Option<u64>) -> Option<cgroup::Delegated> {
-    let delegated = cgroup::Delegated::take(memory_max).unwrap_or_else(|error| {
-        log::warn!(
-            "workers have no control groups of their own: the delegated one cannot be used: {error}"
-        );
-        None
-    });
-    if delegated.is_none() && memory_max.is_some() {
-        log::warn!(
-            "worker-memory-max has no effect: the service manager has delegated no control group to this lender (Delegate=)"
-        );
+/// The control group that the service manager has delegated. Workers do without, unless their memory is
+/// to be limited.
+fn delegated(memory_max: Option<u64>) -> anyhow::Result<Option<cgroup::Delegated>> {
+    match (cgroup::Delegated::take(memory_max), memory_max) {
+        (Ok(Some(delegated)), _) => Ok(Some(delegated)),
+        (Ok(None), None) => Ok(None),
+        (Err(error), None) => {
+            log::warn!(
+                "workers have no control groups of their own: the delegated one cannot be used: {error}"
+            );
+            Ok(None)
+        }
+        (Ok(None), Some(_)) => bail!(
+            "cannot enforce worker-memory-max: the service manager has delegated no control group to this lender; start it as a service with `Delegate=memory`, or remove the key"
+        ),
+        (Err(error), Some(_)) => Err(error).context(
+            "cannot enforce worker-memory-max: start the lender as a service with `Delegate=memory`, or remove the key",
+        ),
     }
-    delegated
 }
 
 #[cfg(test)]

@@ -275,6 +275,30 @@ fn a_worker_has_a_control_group_of_its_own_where_one_is_delegated() {
 }
 
 #[test]
+fn a_limit_of_memory_that_cannot_be_enforced_is_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config = dir.path().join("lender.toml");
+    let text = "worker-memory-max = \"64 MiB\"\n[[device]]\nid = \"dma0\"\nmodel.dma-test = {}\n";
+    fs::write(&config, text).expect("a file");
+    // The tests' own group is not delegated.
+    let lend = Command::new(env!("CARGO_BIN_EXE_farside"))
+        .arg("lend")
+        .arg("--config")
+        .arg(&config)
+        .env("FARSIDE_RUNTIME_DIR", dir.path())
+        .env("FARSIDE_STATE_DIR", dir.path())
+        .env("FARSIDE_CONFIG_DIR", dir.path())
+        .output()
+        .expect("the program starts");
+    let said = String::from_utf8_lossy(&lend.stderr);
+    assert!(!lend.status.success(), "{said}");
+    assert!(
+        said.contains("worker-memory-max") && said.contains("Delegate=memory"),
+        "{said}"
+    );
+}
+
+#[test]
 fn a_worker_has_no_privileges_and_its_own_user() {
     let lender = Lender::start();
     let (mut client, _registers) = borrow(&lender, "dma0", "web1");

@@ -39,7 +39,8 @@ impl Delegated {
     /// delegated none.
     ///
     /// # Errors
-    /// Those of moving this process.
+    /// Those of moving this process; [`io::ErrorKind::Unsupported`] if memory is to be limited and that
+    /// controller is not delegated.
     pub fn take(memory_max: Option<u64>) -> io::Result<Option<Self>> {
         let mounts = fs::read_to_string("/proc/self/mountinfo")?;
         let groups = fs::read_to_string("/proc/self/cgroup")?;
@@ -59,8 +60,23 @@ impl Delegated {
                 log::debug!("{}: no {controller}: {error}", root.display());
             }
         }
+        let enabled = fs::read_to_string(root.join("cgroup.subtree_control"))?;
+        if memory_max.is_some() && !enabled.split_whitespace().any(|it| it == "memory") {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                format!(
+                    "the memory controller is not delegated to {}",
+                    root.display()
+                ),
+            ));
+        }
         let root = root.into();
         Ok(Some(Self { root, memory_max }))
+    }
+
+    /// Whether a child must not run without its group.
+    pub fn limits_memory(&self) -> bool {
+        self.memory_max.is_some()
     }
 
     /// The group.
@@ -76,8 +92,13 @@ impl Delegated {
         let path = self.root.join(name);
         make(&path)?;
         let group = Group(path);
-        group.limit("pids.max", Some(MAX_THREADS.into()));
-        group.limit("memory.max", self.memory_max);
+        if let Err(error) = group.limit("pids.max", MAX_THREADS.into()) {
+            // The controller is not delegated.
+            log::debug!("{}: threads are not limited: {error}", group.0.display());
+        }
+        if let Some(limit) = self.memory_max {
+            group.limit("memory.max", limit)?;
+        }
         fs::write(group.0.join("cgroup.procs"), pid.to_string())?;
         Ok(group)
     }
@@ -88,14 +109,8 @@ impl Delegated {
 pub struct Group(PathBuf);
 
 impl Group {
-    fn limit(&self, file: &str, limit: Option<u64>) {
-        let Some(limit) = limit else {
-            return;
-        };
-        if let Err(error) = fs::write(self.0.join(file), limit.to_string()) {
-            // The controller is not delegated.
-            log::debug!("{}: no {file} = {limit}: {error}", self.0.display());
-        }
+    fn limit(&self, file: &str, limit: u64) -> io::Result<()> {
+        fs::write(self.0.join(file), limit.to_string())
     }
 }
 

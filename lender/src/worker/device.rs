@@ -292,26 +292,29 @@ impl WorkerDevice {
                 source,
             })?;
         let mut worker = Worker::new(child, orders, calls, log).map_err(StartError::Channel)?;
-        worker.group = self.place(worker.pid());
+        worker.group = self.place(worker.pid())?;
         Ok(Spawned {
             worker,
             their_calls: their_calls.into_socket(),
         })
     }
 
-    /// The control group of a new worker.
-    fn place(&self, pid: u32) -> Option<cgroup::Group> {
-        let groups = self.program.cgroup.as_ref()?;
+    /// The control group of a new worker, which does without one if nothing limits its memory.
+    fn place(&self, pid: u32) -> Result<Option<cgroup::Group>, StartError> {
+        let Some(groups) = &self.program.cgroup else {
+            return Ok(None);
+        };
         // A worker that is killed may have its successor before it is gone.
         match groups.place(&format!("worker-{}-{pid}", self.id), pid) {
-            Ok(group) => Some(group),
+            Ok(group) => Ok(Some(group)),
+            Err(error) if groups.limits_memory() => Err(StartError::Group(error)),
             Err(error) => {
                 log::warn!(
                     "device {}: the worker has no control group of its own in {}: {error}",
                     self.id,
                     groups.path().display()
                 );
-                None
+                Ok(None)
             }
         }
     }
@@ -445,6 +448,8 @@ pub(crate) enum StartError {
         program: OsString,
         source: io::Error,
     },
+    #[error("cannot limit the memory of a worker process (worker-memory-max)")]
+    Group(#[source] io::Error),
     #[error("cannot make the channels to a worker process")]
     Channel(#[source] io::Error),
     #[error("cannot encode the device's configuration")]

@@ -27,14 +27,13 @@ pub fn systemd_starts_restarts_and_ends_lender_and_backend(stage: &Stage) -> Res
 }
 
 fn scenes(machine: &Machine) -> Result<()> {
-    machine.sh(
-        "cp /usr/share/doc/farside/examples/lender.toml /etc/farside/
+    machine.sh("(echo 'worker-memory-max = \"512 MiB\"'
+          cat /usr/share/doc/farside/examples/lender.toml) > /etc/farside/lender.toml
          cp /usr/share/doc/farside/examples/vm.toml /etc/farside/vm/web1.toml
          echo 'socket-group = \"games\"' >> /etc/farside/vm/web1.toml
          install -o farside -g farside -m 600 /dev/null /var/lib/farside/disk0.img
          truncate -s 64M /var/lib/farside/disk0.img
-         systemctl daemon-reload",
-    )?;
+         systemctl daemon-reload")?;
     by_sockets(machine)?;
     admits_the_group(machine)?;
     guest::uses_the_drive(machine)?;

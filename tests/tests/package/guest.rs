@@ -53,7 +53,7 @@ pub fn runs(machine: &Machine) -> Result<()> {
     let limited = [
         "cgroup.procs:",
         "pids.max:256",
-        "memory.max:max",
+        "memory.max:536870912",
         "cpu memory pids",
     ];
     ensure!(limited.iter().all(|part| group.contains(part)), "{group}");
