@@ -221,7 +221,7 @@ pub(crate) enum Chapter {
     Micro,
     /// Reads beside a busy thread on the device's CPU, without a guest.
     Neighbour,
-    /// fio's jobs over a network, beside NVMe over TCP.
+    /// fio's jobs over a network, beside NVMe over TCP. Measured only if it is named.
     Network,
 }
 
@@ -238,6 +238,8 @@ impl Bench {
     /// Whether to measure that.
     pub(crate) fn wants(&self, chapter: Chapter) -> bool {
         match self.only.as_slice() {
+            // Other hosts are made for it, and it takes root.
+            [] if chapter == Chapter::Network => false,
             // Naming jobs implies fio.
             [] => self.jobs.is_empty() || chapter == Chapter::Fio,
             only => only.contains(&chapter),

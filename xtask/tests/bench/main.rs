@@ -2,6 +2,7 @@
 //! whose figures are meaningless, but which cover everything.
 
 mod in_a_guest;
+mod network;
 mod wrong;
 mod xtask;
 
@@ -28,6 +29,7 @@ fn main() {
         test("without_fio_it_says_how_to_get_it", wrong::no_fio),
         test("what_cannot_be_measured_is_refused", wrong::arguments),
         test("a_user_measures_two_drives_of_a_guest", in_a_guest::run),
+        test(network::NAME, network::run),
         test(xtask::NAME, xtask::run),
     ];
     libtest_mimic::run(&args, trials).exit();

@@ -198,8 +198,10 @@ fn socket() -> String {
 /// The delay is half in each direction.
 fn shape(host: &HostVm, delay_us: u32) -> Result<()> {
     let half = f64::from(delay_us) / 2.0;
-    let netem =
-        format!("tc qdisc replace dev eth0 root netem delay {half}us rate {MBIT}mbit limit 10000");
+    // The shell would run its own `tc`, which does not know netem.
+    let netem = format!(
+        "/usr/sbin/tc qdisc replace dev eth0 root netem delay {half}us rate {MBIT}mbit limit 10000"
+    );
     host.exec_ok(&netem, SHORT).map(drop)
 }
 
