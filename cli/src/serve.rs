@@ -70,7 +70,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         .map_or(message_timeout * 4 / 5, Duration::from_secs);
 
     let ntb = match args.ntb {
-        None if file.ntb => Some(HostConfig::read()?.endpoint()?),
+        None if file.ntb => HostConfig::read()?.ntb,
         named => named,
     };
     let stop = Wakeup::new()?;

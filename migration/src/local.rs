@@ -9,6 +9,7 @@ mod store;
 use std::{fs, path::PathBuf};
 
 use farside_daemon::VmName;
+use farside_error_chain::Chain;
 use farside_vm_config::{Manager, VmConfig, places};
 
 use crate::{
@@ -45,10 +46,10 @@ impl LocalHost {
     }
 }
 
-/// Parses the text of a configuration.
+/// Parses the text of a configuration, for a VM on this host.
 pub(crate) fn config_of(vm: &VmName, configuration: &Configuration) -> Result<VmConfig> {
-    let config: VmConfig = toml::from_str(&configuration.toml)
-        .map_err(|error| Error::refused(format!("the configuration of VM {vm}: {error}")))?;
+    let config = VmConfig::parse(&configuration.toml, &places::description(vm))
+        .map_err(|error| Error::refused(Chain(&error).to_string()))?;
     match &config.name {
         Some(name) if name != vm => Err(Error::refused(format!(
             "the configuration of VM {vm} is that of VM {name}"

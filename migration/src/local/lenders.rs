@@ -9,7 +9,7 @@ use farside_lender_protocol::{
 };
 use farside_vm_config::{VmConfig, places, ram_ranges};
 
-use super::{LocalHost, config_of, is_libvirt};
+use super::{LocalHost, config_of, is_libvirt, requirements};
 use crate::{Configuration, Error, ErrorKind, FoundDevice, Identity, Lenders, Result};
 
 impl Lenders for LocalHost {
@@ -20,11 +20,16 @@ impl Lenders for LocalHost {
     ) -> Result<Vec<Result<FoundDevice>>> {
         let config = config_of(vm, configuration)?;
         let (lenders, pki) = (config.all_lenders(), config.pki());
+        let has_ntb = requirements::endpoint(&config)?.is_some();
         let devices = config.devices.iter().enumerate();
         Ok(devices
             .map(|(position, device)| {
                 let port = device.port.unwrap_or(position as u16);
-                find(vm, &device.id, port, &lenders, &pki)
+                let (found, transport) = find(vm, &device.id, port, &lenders, &pki)?;
+                match transport {
+                    Transport::Ntb if !has_ntb => Err(no_ntb(&found)),
+                    _ => Ok(found),
+                }
             })
             .collect())
     }
@@ -74,7 +79,7 @@ fn find(
     port: u16,
     lenders: &[Address],
     pki: &Path,
-) -> Result<FoundDevice> {
+) -> Result<(FoundDevice, Transport)> {
     match find_device(id, lenders, |lender| look(vm, id, port, lender, pki)) {
         Ok((_, found)) => Ok(found),
         Err(FindError::Lender(error)) => Err(Error::from(error).at(&format!("device {id}"))),
@@ -88,11 +93,12 @@ fn look(
     port: u16,
     lender: &Address,
     pki: &Path,
-) -> std::result::Result<(Instance, FoundDevice), CallError> {
+) -> std::result::Result<(Instance, (FoundDevice, Transport)), CallError> {
     // A network peer sees the fences of this VM alone.
     let mut client = Client::connect_by(lender, Some(vm), pki, None)?;
     let described = client.describe(id)?;
     let entry = client.status(id)?.entry;
+    let transport = Transport::between(lender, described.bars);
     let found = FoundDevice {
         id: id.to_owned(),
         port,
@@ -104,5 +110,14 @@ fn look(
             .map(|holder| (holder.vm, holder.generation)),
         fences: entry.fences,
     };
-    Ok((client.instance()?, found))
+    Ok((client.instance()?, (found, transport)))
+}
+
+fn no_ntb(device: &FoundDevice) -> Error {
+    Error::refused(format!(
+        "device {} is a physical function at {}, on another host, whose DMA reaches this one only through an NTB: add `ntb = true` to the VM's configuration, and the endpoint's address to {} here",
+        device.id,
+        device.lender,
+        places::host().display()
+    ))
 }

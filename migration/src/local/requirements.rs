@@ -20,6 +20,16 @@ pub(crate) fn qemu_of(config: &VmConfig) -> PathBuf {
     config.qemu.clone().unwrap_or_else(|| QEMU.into())
 }
 
+/// The NTB endpoint of this host that the VM would use, in sysfs.
+pub(super) fn endpoint(config: &VmConfig) -> Result<Option<PathBuf>> {
+    if !config.ntb {
+        return Ok(None);
+    }
+    let host = HostConfig::read().map_err(|error| Error::refused(Chain(&error).to_string()))?;
+    let functions = Path::new("/sys/bus/pci/devices");
+    Ok(host.ntb.map(|address| functions.join(address.to_string())))
+}
+
 /// The items in the configuration that this host lacks.
 pub(super) fn missing(vm: &VmName, configuration: &Configuration) -> Result<Vec<Error>> {
     let config = config_of(vm, configuration)?;
@@ -43,14 +53,13 @@ pub(super) fn missing(vm: &VmName, configuration: &Configuration) -> Result<Vec<
         let advice = "they are the VM's own: copy them, or keep them where both hosts see them";
         needs(vars.exists(), "the UEFI variables", vars, advice);
     }
-    match config.ntb.then(|| HostConfig::read()?.endpoint()) {
-        None => {}
-        Some(Ok(endpoint)) => {
-            let path = Path::new("/sys/bus/pci/devices").join(endpoint.to_string());
+    match endpoint(&config) {
+        Ok(None) => {}
+        Ok(Some(path)) => {
             let advice = format!("correct `ntb` in {}", places::host().display());
             needs(path.exists(), "the NTB endpoint", &path, &advice);
         }
-        Some(Err(error)) => missing.push(Error::refused(format!("VM {vm}: {}", Chain(&error)))),
+        Err(error) => missing.push(error),
     }
     missing.extend(missing_lender(vm, &config));
     Ok(missing)

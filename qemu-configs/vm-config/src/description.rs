@@ -39,7 +39,7 @@ pub struct VmConfig {
     pub discovery: Option<Discovery>,
     /// This host's certificates, for lenders at `tls:HOST:PORT`.
     pub tls: TlsConfig,
-    /// Whether it uses the NTB endpoint of its host, which the host's [`HostConfig`] names.
+    /// Whether it uses the NTB endpoint of its host, if the host's [`HostConfig`] names one.
     pub ntb: bool,
     /// How interrupts reach QEMU.
     pub interrupts: Option<Interrupts>,
@@ -178,12 +178,6 @@ pub enum LoadError {
         path: PathBuf,
         source: Box<toml::de::Error>,
     },
-    /// The host's file names no NTB endpoint.
-    #[error(
-        "`ntb = true` is this host's NTB endpoint, and {path} names none: add its address there, such as ntb = \"0000:05:00.0\"",
-        path = path.display()
-    )]
-    NoEndpoint { path: PathBuf },
     /// The file names another VM.
     #[error("{path} describes VM {found}, not {wanted}", path = path.display())]
     OtherVm {
@@ -200,7 +194,12 @@ impl VmConfig {
             path: path.to_owned(),
             source,
         })?;
-        let mut config: Self = toml::from_str(&text).map_err(|source| LoadError::Parse {
+        Self::parse(&text, path)
+    }
+
+    /// As [`VmConfig::load`], of a file's `text`; `path` is for messages.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, LoadError> {
+        let mut config: Self = toml::from_str(text).map_err(|source| LoadError::Parse {
             path: path.to_owned(),
             source: Box::new(source),
         })?;

@@ -25,7 +25,8 @@ use crate::{LoadError, places};
 pub struct HostConfig {
     /// The lenders that this host knows, for VMs and commands that name none.
     pub lenders: Vec<Address>,
-    /// This host's NTB endpoint, for VMs that use it.
+    /// This host's NTB endpoint, for VMs that use it. Without one, they borrow what they reach
+    /// otherwise.
     pub ntb: Option<Bdf>,
     /// Whether lenders are found, and a lender of this host announced, by mDNS.
     pub mdns: bool,
@@ -59,15 +60,6 @@ impl HostConfig {
             pki: paths::pki_dir(),
             cache: places::known_lenders(),
         })
-    }
-
-    /// The NTB endpoint.
-    ///
-    /// # Errors
-    /// The file names none.
-    pub fn endpoint(&self) -> Result<Bdf, LoadError> {
-        let path = places::host();
-        self.ntb.ok_or(LoadError::NoEndpoint { path })
     }
 }
 
@@ -113,7 +105,7 @@ mod tests {
             "lenders = ['/run/farside/lender.sock', 'tls:rack1-b:7410']\nntb = '0000:05:00.0'",
         )
         .unwrap();
-        assert_eq!(config.endpoint().unwrap().to_string(), "0000:05:00.0");
+        assert_eq!(config.ntb.unwrap().to_string(), "0000:05:00.0");
         let lenders: Vec<_> = config.lenders().iter().map(Address::to_string).collect();
         assert_eq!(lenders, ["/run/farside/lender.sock", "tls:rack1-b:7410"]);
     }
@@ -121,8 +113,7 @@ mod tests {
     #[test]
     fn without_a_file_a_host_has_its_own_lender_and_no_endpoint() {
         let config = read(Path::new("/nonexistent/host.toml")).unwrap();
-        let error = config.endpoint().unwrap_err().to_string();
-        assert!(error.contains("ntb = \"0000:05:00.0\""), "{error}");
+        assert_eq!(config.ntb, None);
         assert_eq!(config.lenders(), [paths::lender_socket().into()]);
     }
 
