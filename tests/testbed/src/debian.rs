@@ -13,7 +13,7 @@ use crate::progress::Progress;
 use crate::{elf, modules, recipe};
 
 /// Incremented when the code below changes the result of the same recipe.
-const MAKER: &str = "2";
+const MAKER: &str = "3";
 
 /// The list of modules that init loads, in the guest: one file per line.
 pub(crate) const MODULE_LIST: &str = "etc/farside/modules";
@@ -91,7 +91,12 @@ fn make_guest(root: &Path, directory: &Path) -> Result<()> {
     // Small: a nested guest has little memory and slow CPUs.
     write_archive(&directory.join("nested.cpio"), |archive| {
         add_base(archive, root)?;
-        add_modules(archive, &modules, &[], recipe::NESTED_MODULES)
+        add_modules(
+            archive,
+            &modules,
+            recipe::NESTED_BOOT_MODULES,
+            recipe::NESTED_MODULES,
+        )
     })?;
     // 150 MB that are not read any more.
     remove(&root.join("usr/lib/modules"))

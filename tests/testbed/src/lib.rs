@@ -63,7 +63,7 @@ use anyhow::{Context, Result};
 pub use accel::{Accel, TCG_CPU};
 pub use debian_root::{DebianRoot, Inside};
 pub use farside_guest_agent::{BarAddress, Width};
-pub use host_vm::{HostVm, Nested, NestedBuilder};
+pub use host_vm::{Expected, HostVm, Nested, NestedBuilder, acquaint};
 pub use iommufd::{IommufdModules, PackagesUnavailable};
 pub use process::{Process, die_with_us};
 pub use progress::{Progress, Task};
@@ -241,8 +241,8 @@ impl Testbed {
         boot_image::make(self, image, len, append)
     }
 
-    /// An ext4 image with QEMU, the guest's kernel and a small initramfs, for VMs that run
-    /// nested VMs.
+    /// An ext4 image with QEMU, the guest's kernel, a small initramfs and OpenSSH, for VMs
+    /// that run nested VMs.
     pub fn tools_disk(&self) -> &Path {
         &self.0.tools_disk
     }

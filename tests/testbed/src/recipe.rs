@@ -32,6 +32,9 @@ pub(crate) const PACKAGES: &[&str] = &[
     "fio",
     "mount",
     "nvme-cli",
+    "openssh-client",
+    "openssh-server",
+    "openssh-sftp-server",
     "pciutils",
     "util-linux",
     "xfsprogs",
@@ -262,8 +265,22 @@ pub(crate) const MODULES: &[&str] = &[
     "xfs",
 ];
 
+/// Modules that the init of a nested guest loads: for the power button.
+pub(crate) const NESTED_BOOT_MODULES: &[&str] = &["button", "evdev"];
+
 /// Modules of a nested guest, loaded by hand: drivers for borrowed devices and for disks beside them.
 pub(crate) const NESTED_MODULES: &[&str] = &["igbvf", "nvme", "virtio_blk"];
+
+/// Binaries on the disk of VMs that play hosts, besides QEMU.
+pub(crate) const HOST_PROGRAMS: &[&str] = &[
+    "usr/bin/scp",
+    "usr/bin/ssh",
+    "usr/bin/ssh-keygen",
+    "usr/lib/openssh/sftp-server",
+    "usr/lib/openssh/sshd-auth",
+    "usr/lib/openssh/sshd-session",
+    "usr/sbin/sshd",
+];
 
 /// Firmware and option ROMs for a nested QEMU, in the packages.
 pub(crate) const NESTED_FIRMWARE: &[&str] = &[
@@ -293,7 +310,9 @@ pub(crate) fn parts() -> Vec<&'static str> {
         BUSYBOX_NAMES,
         BOOT_MODULES,
         MODULES,
+        NESTED_BOOT_MODULES,
         NESTED_MODULES,
+        HOST_PROGRAMS,
         NESTED_FIRMWARE,
     ] {
         parts.extend(list);

@@ -1,5 +1,5 @@
 //! A disk image for VMs that play hosts: QEMU with its libraries and firmware, the guest's
-//! kernel and a small initramfs for a nested VM.
+//! kernel and a small initramfs for a nested VM; and OpenSSH.
 //!
 //! It is ext4 on virtio-blk, read on demand, whereas an initramfs would be copied as a
 //! whole at each boot.
@@ -19,7 +19,7 @@ use crate::progress::Progress;
 use crate::{elf, recipe, vmlinux};
 
 /// Incremented when the code below changes the result of the same inputs.
-const MAKER: &str = "2";
+const MAKER: &str = "3";
 
 /// The disk's mount point in a VM.
 pub(crate) const MOUNT: &str = "/tools";
@@ -79,13 +79,11 @@ fn fill(content: &Path, debian: &Debian, host: &Host, guest: &Path) -> Result<()
             .with_context(|| format!("creating {}", directory.display()))?;
         fs::copy(from, &to).with_context(|| format!("copying {}", from.display()))
     };
-    for file in recipe::NESTED_FIRMWARE
-        .iter()
-        .chain(&[QEMU_PROGRAM, elf::LOADER])
-    {
+    let programs = [recipe::HOST_PROGRAMS, &[QEMU_PROGRAM]].concat();
+    for file in [recipe::NESTED_FIRMWARE, &programs, &[elf::LOADER]].concat() {
         copy(&root.join(file), file)?;
     }
-    for library in elf::library_closure(&root, &[QEMU_PROGRAM])? {
+    for library in elf::library_closure(&root, &programs)? {
         let to = library.to_string_lossy();
         copy(&root.join(&library), &to)?;
     }

@@ -11,6 +11,25 @@ use crate::vm::option_value;
 /// The serial number of the disk with QEMU, by which the VM finds it.
 pub(super) const TOOLS_SERIAL: &str = "farside-tools";
 
+/// Links to the ports' devices, in the VM.
+const PORTS: &str = "/dev/virtio-ports";
+
+/// A shell script for the VM that makes the links to the ports of `count` nested guests. Ports and
+/// their names appear one after the other.
+pub(super) fn link_script(count: u32) -> String {
+    let mut script = format!("mkdir {PORTS}\n");
+    for (slot, channel) in (0..count).flat_map(|slot| Channel::ALL.map(|channel| (slot, channel))) {
+        script += &format!(
+            "until port=$(grep -lx {name} /sys/class/virtio-ports/*/name); do sleep 0.1; done
+            port=${{port%/name}}
+            ln -s /dev/${{port##*/}} {device}\n",
+            name = channel.port(slot),
+            device = channel.device(slot),
+        );
+    }
+    script
+}
+
 /// The channels of one nested guest.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Channel {
@@ -30,6 +49,11 @@ impl Channel {
             Channel::Console => "console",
         };
         format!("nested{slot}.{what}")
+    }
+
+    /// The port's device in the VM, where udev would link it.
+    pub(super) fn device(self, slot: u32) -> String {
+        format!("{PORTS}/{}", self.port(slot))
     }
 
     /// The socket, or for the console the file, at this end.

@@ -8,6 +8,7 @@
 mod channels;
 mod evidence;
 mod nested;
+mod ssh;
 
 use std::ops::Deref;
 use std::sync::{Mutex, PoisonError};
@@ -16,7 +17,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 pub(crate) use channels::args as channel_args;
-pub use nested::{Nested, NestedBuilder};
+pub use nested::{Expected, Nested, NestedBuilder};
+pub use ssh::acquaint;
 
 use crate::tools_disk;
 use crate::vm::{Vm, VmBuilder};
@@ -36,13 +38,13 @@ pub struct HostVm {
 impl VmBuilder {
     /// Starts the machine, waits for its agent, mounts tracefs at `/sys/kernel/tracing`,
     /// and loads the modules of VFIO, unless it is built in. With nested guests, mounts the
-    /// disk with QEMU at `/tools`, links QEMU into the `PATH`, and loads the modules of KVM
-    /// where available.
+    /// disk with QEMU and OpenSSH at `/tools`, links QEMU into the `PATH`, and loads the
+    /// modules of KVM where available.
     pub fn launch_host(&self, timeout: Duration) -> Result<HostVm> {
         let vm = self.launch()?;
         vm.wait_agent(timeout)?;
         let printed = vm
-            .exec_ok(&set_up_script(self.nested_count() > 0), SHORT)
+            .exec_ok(&set_up_script(self.nested_count()), SHORT)
             .context("setting up a VM that plays a host")?;
         Ok(HostVm {
             kvm: printed.contains("has-kvm"),
@@ -52,12 +54,13 @@ impl VmBuilder {
     }
 }
 
-fn set_up_script(guests: bool) -> String {
+fn set_up_script(guests: u32) -> String {
     let mut script = "set -e
         mount -t tracefs tracefs /sys/kernel/tracing
         [ -e /sys/bus/pci/drivers/vfio-pci ] || modprobe -a vfio_pci vfio_iommu_type1\n"
         .to_owned();
-    if guests {
+    if guests > 0 {
+        script += &channels::link_script(guests);
         script += &format!(
             "modprobe -a virtio_blk ext4
         for disk in /sys/block/vd*; do

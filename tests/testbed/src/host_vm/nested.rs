@@ -20,8 +20,8 @@ const START_LIMIT: Duration = Duration::from_secs(180);
 const LIFE: Duration = Duration::from_secs(24 * 3600);
 
 /// Configuration of a guest of a VM that plays a host: a Q35 with shared memory, Debian's
-/// kernel, busybox and the agent. No module is loaded: those for NVMe and for igb's virtual
-/// functions are there for `modprobe`.
+/// kernel, busybox and the agent. The modules for NVMe and for igb's virtual functions are there
+/// for `modprobe`.
 #[derive(Debug)]
 pub struct NestedBuilder<'a> {
     host: &'a HostVm,
@@ -34,17 +34,27 @@ pub struct NestedBuilder<'a> {
     args: Vec<String>,
 }
 
-/// A running guest of a VM that plays a host. Dropped, its QEMU is killed.
+/// A running guest of a VM that plays a host. Dropped, its QEMU is killed, unless others
+/// started it.
 #[derive(Debug)]
 pub struct Nested<'a> {
+    expected: Expected<'a>,
+    /// QEMU's process id in the VM, if the test bed started it.
+    pid: Option<u32>,
+    /// `None` once its end has been observed, and if others started it.
+    qemu: Option<Pending<'a>>,
+}
+
+/// Channels of a VM that plays a host, for a guest that others start there with
+/// [`Expected::args`].
+#[derive(Debug)]
+pub struct Expected<'a> {
+    name: String,
     host: &'a HostVm,
     slot: u32,
+    board: Board,
     guest: Guest,
     qmp: Qmp,
-    /// QEMU's process id in the VM.
-    pid: u32,
-    /// `None` once its end has been observed.
-    qemu: Option<Pending<'a>>,
 }
 
 impl<'a> NestedBuilder<'a> {
@@ -112,65 +122,25 @@ impl<'a> NestedBuilder<'a> {
 
     /// Starts the guest; see [`Nested::wait_agent`] for the next step.
     pub fn launch(self) -> Result<Nested<'a>> {
-        let slot = self.host.take_slot()?;
-        let launched = self.launch_in(slot);
-        if launched.is_err() {
-            self.host.give_slot(slot);
-        }
-        launched
-    }
-
-    fn launch_in(&self, slot: u32) -> Result<Nested<'a>> {
         let host = self.host;
-        let directory = host.directory();
-        let connect = |channel: Channel| {
-            let path = channel.path(directory, slot);
-            UnixStream::connect(&path).with_context(|| format!("connecting to {}", path.display()))
-        };
-        let board = Board::default();
-        let console = Channel::Console.path(directory, slot);
-        // Earlier guests wrote to the same file.
-        let before = read_lossy(&console).len();
-        let words = move || {
-            let log = read_lossy(&console);
-            let log = log.get(before..).unwrap_or_default().trim();
-            match log {
-                "" => String::new(),
-                log => format!(
-                    "\n-- its serial console ends with:\n{}",
-                    crate::vm::tail(log)
-                ),
-            }
-        };
-        let name = format!("{} in {}", self.name, host.name());
-        let guest = Guest::start(
-            name.clone(),
-            connect(Channel::Agent)?,
-            board.clone(),
-            Box::new(words),
-        )?;
-        let qmp = Qmp::new(connect(Channel::Qmp)?, board.clone(), "/dev/null".into())?;
-
-        let pid_file = format!("/run/nested{slot}.pid");
-        let command = self.command(slot, &pid_file);
+        let expected = host.expect_guest(&self.name)?;
+        let pid_file = format!("/run/nested{}.pid", expected.slot);
+        let command = self.command(expected.slot, &pid_file);
         host.exec_ok(&format!("rm -f {pid_file}"), SHORT)?;
-        let qemu = host.exec_qemu(&command, LIFE, &board)?;
-        if let Err(error) = qmp.negotiate(START_LIMIT) {
-            return match board.look(|state| state.agent.closed) {
+        let qemu = host.exec_qemu(&command, LIFE, &expected.board)?;
+        if let Err(error) = expected.qmp.negotiate(START_LIMIT) {
+            let name = &expected.name;
+            return match expected.board.look(|state| state.agent.closed) {
                 true => bail!("VM {name}: QEMU ended: {}", qemu.wait()?),
                 false => Err(error.context(format!("VM {name}"))),
             };
         }
         let pid = host.exec_ok(&format!("cat {pid_file}"), SHORT)?;
-        let nested = Nested {
-            host,
-            slot,
-            guest,
-            qmp,
-            pid: pid.trim().parse().context("reading QEMU's process id")?,
+        Ok(Nested {
+            expected,
+            pid: Some(pid.trim().parse().context("reading QEMU's process id")?),
             qemu: Some(qemu),
-        };
-        Ok(nested)
+        })
     }
 
     /// A shell command that runs QEMU.
@@ -183,13 +153,6 @@ impl<'a> NestedBuilder<'a> {
             true => ",hugetlb=on,hugetlbsize=2M",
             false => "",
         };
-        let mut append = vec![kernel_args(accel)];
-        if accel == Accel::Kvm {
-            // Its KVM is the VM's, which may be emulated.
-            append.push(EMULATED.to_owned());
-        }
-        append.extend(self.append.iter().cloned());
-        let append = append.join(" ");
         let mut words: Vec<String> = match self.launcher {
             Some(_) => Vec::new(),
             None => [
@@ -212,46 +175,13 @@ impl<'a> NestedBuilder<'a> {
             .map(str::to_owned)
             .collect(),
         };
-        let fixed = [
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-pidfile",
-            pid_file,
-            "-kernel",
-            tools_disk::KERNEL,
-            "-initrd",
-            tools_disk::INITRAMFS,
-            "-append",
-            &append,
-            "-serial",
-            "chardev:console",
-            "-qmp",
-            "chardev:qmp",
-            "-device",
-            "virtio-serial-pci,id=farside-serial",
-            "-device",
-            &format!("virtserialport,bus=farside-serial.0,chardev=agent,name={PORT_NAME}"),
-        ];
-        words.extend(fixed.map(str::to_owned));
+        words.extend(["-pidfile".to_owned(), pid_file.to_owned()]);
+        words.extend(guest_args(accel, slot, &self.append));
         words.extend(self.args.iter().cloned());
-        let mut script = String::new();
-        for (id, channel) in [
-            ("agent", Channel::Agent),
-            ("qmp", Channel::Qmp),
-            ("console", Channel::Console),
-        ] {
-            script += &format!(
-                "for port in /sys/class/virtio-ports/*; do
-                    [ \"$(cat $port/name)\" != {} ] || {id}=/dev/${{port##*/}}
-                done\n",
-                channel.port(slot)
-            );
-            words.extend(["-chardev".to_owned(), format!("pipe,id={id},path=${id}")]);
-        }
-        script += "exec ";
-        script += self.launcher.as_deref().unwrap_or(tools_disk::QEMU);
+        let mut script = format!(
+            "exec {}",
+            self.launcher.as_deref().unwrap_or(tools_disk::QEMU)
+        );
         for word in words {
             script.push(' ');
             script += &quoted(&word);
@@ -260,38 +190,155 @@ impl<'a> NestedBuilder<'a> {
     }
 }
 
-/// One word of a shell command, in which a trailing `$name` remains a variable.
+/// The arguments of a nested QEMU for boot, console, agent and monitor.
+fn guest_args(accel: Accel, slot: u32, append: &[String]) -> Vec<String> {
+    let mut command_line = vec![kernel_args(accel)];
+    if accel == Accel::Kvm {
+        // Its KVM is the VM's, which may be emulated.
+        command_line.push(EMULATED.to_owned());
+    }
+    command_line.extend(append.iter().cloned());
+    let mut args: Vec<String> = [
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+        "-kernel",
+        tools_disk::KERNEL,
+        "-initrd",
+        tools_disk::INITRAMFS,
+        "-append",
+        &command_line.join(" "),
+        "-serial",
+        "chardev:console",
+        "-qmp",
+        "chardev:qmp",
+        "-device",
+        "virtio-serial-pci,id=farside-serial",
+        "-device",
+        &format!("virtserialport,bus=farside-serial.0,chardev=agent,name={PORT_NAME}"),
+    ]
+    .map(str::to_owned)
+    .into();
+    for (id, channel) in [
+        ("agent", Channel::Agent),
+        ("qmp", Channel::Qmp),
+        ("console", Channel::Console),
+    ] {
+        let chardev = format!("pipe,id={id},path={}", channel.device(slot));
+        args.extend(["-chardev".to_owned(), chardev]);
+    }
+    args
+}
+
+/// One word of a shell command.
 fn quoted(word: &str) -> String {
-    let escaped = |text: &str| format!("'{}'", text.replace('\'', r"'\''"));
-    match word.rsplit_once("path=$") {
-        Some((head, variable)) => format!("{}\"${variable}\"", escaped(&format!("{head}path="))),
-        None => escaped(word),
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+impl HostVm {
+    /// The accelerator of its guests.
+    pub fn guests_accel(&self) -> Accel {
+        match self.has_kvm() {
+            true => Accel::Kvm,
+            false => Accel::Tcg,
+        }
+    }
+
+    /// Takes the channels for a guest that others start in this VM.
+    pub fn expect_guest(&self, name: &str) -> Result<Expected<'_>> {
+        let slot = self.take_slot()?;
+        let expected = self.expect_in(slot, name);
+        if expected.is_err() {
+            self.give_slot(slot);
+        }
+        expected
+    }
+
+    fn expect_in(&self, slot: u32, name: &str) -> Result<Expected<'_>> {
+        let directory = self.directory();
+        let connect = |channel: Channel| {
+            let path = channel.path(directory, slot);
+            UnixStream::connect(&path).with_context(|| format!("connecting to {}", path.display()))
+        };
+        let board = Board::default();
+        let console = Channel::Console.path(directory, slot);
+        // Earlier guests wrote to the same file.
+        let before = read_lossy(&console).len();
+        let words = move || {
+            let log = read_lossy(&console);
+            let log = log.get(before..).unwrap_or_default().trim();
+            match log {
+                "" => String::new(),
+                log => format!(
+                    "\n-- its serial console ends with:\n{}",
+                    crate::vm::tail(log)
+                ),
+            }
+        };
+        let name = format!("{name} in {}", self.name());
+        let (agent, qmp) = (connect(Channel::Agent)?, connect(Channel::Qmp)?);
+        Ok(Expected {
+            guest: Guest::start(name.clone(), agent, board.clone(), Box::new(words))?,
+            qmp: Qmp::new(qmp, board.clone(), "/dev/null".into())?,
+            name,
+            host: self,
+            slot,
+            board,
+        })
+    }
+}
+
+impl<'a> Expected<'a> {
+    /// The arguments for the guest's QEMU: boot, console, agent and monitor.
+    pub fn args(&self) -> Vec<String> {
+        guest_args(self.host.guests_accel(), self.slot, &[])
+    }
+
+    /// Waits for the guest's QEMU. Its guest may have booted in another VM.
+    pub fn adopt(self, timeout: Duration) -> Result<Nested<'a>> {
+        let negotiated = self.qmp.negotiate(timeout);
+        negotiated.with_context(|| format!("VM {}: no QEMU answers", self.name))?;
+        Ok(Nested {
+            expected: self,
+            pid: None,
+            qemu: None,
+        })
+    }
+}
+
+impl Drop for Expected<'_> {
+    fn drop(&mut self) {
+        self.host.give_slot(self.slot);
     }
 }
 
 impl Nested<'_> {
-    /// QEMU's process id in the VM that runs it.
-    pub fn pid(&self) -> u32 {
+    /// QEMU's process id in the VM that runs it, if the test bed started it.
+    pub fn pid(&self) -> Option<u32> {
         self.pid
     }
 
     /// As [`Guest::wait_agent`]; the error also has where the guest's CPUs are.
     pub fn wait_agent(&self, timeout: Duration) -> Result<()> {
-        let started = self.guest.wait_agent(timeout);
-        started.map_err(|error| anyhow!("{error:#}\n{}", self.qmp.cpus()))
+        let started = self.expected.guest.wait_agent(timeout);
+        started.map_err(|error| anyhow!("{error:#}\n{}", self.expected.qmp.cpus()))
     }
 
     /// QEMU's monitor.
     pub fn qmp(&self) -> &Qmp {
-        &self.qmp
+        &self.expected.qmp
     }
 
     /// Powers the guest off from within, and waits until QEMU has ended. Returns QEMU's
     /// exit status and output.
     pub fn shutdown(mut self, timeout: Duration) -> Result<Output> {
-        self.guest.power_off()?;
+        self.expected.guest.power_off()?;
         let Some(qemu) = self.qemu.take() else {
-            bail!("VM {}: QEMU has ended before", self.guest.name());
+            bail!(
+                "VM {}: its QEMU has ended before, or others started it",
+                self.name()
+            );
         };
         qemu.wait_for(timeout)
     }
@@ -302,11 +349,11 @@ impl Nested<'_> {
     }
 
     fn end(&mut self) -> Result<()> {
-        let Some(qemu) = self.qemu.take() else {
+        let (Some(qemu), Some(pid)) = (self.qemu.take(), self.pid) else {
             return Ok(());
         };
-        let kill = format!("kill -9 {} 2>/dev/null || true", self.pid);
-        self.host.exec_ok(&kill, SHORT)?;
+        let kill = format!("kill -9 {pid} 2>/dev/null || true");
+        self.expected.host.exec_ok(&kill, SHORT)?;
         qemu.wait_for(SHORT).map(drop)
     }
 }
@@ -314,9 +361,8 @@ impl Nested<'_> {
 impl Drop for Nested<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.end() {
-            log::warn!("killing VM {}: {error:#}", self.guest.name());
+            log::warn!("killing VM {}: {error:#}", self.name());
         }
-        self.host.give_slot(self.slot);
     }
 }
 
@@ -324,7 +370,7 @@ impl Deref for Nested<'_> {
     type Target = Guest;
 
     fn deref(&self) -> &Guest {
-        &self.guest
+        &self.expected.guest
     }
 }
 
@@ -333,9 +379,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_stay_words_and_ports_are_looked_up() {
+    fn words_stay_words() {
         assert_eq!(quoted("it's"), r"'it'\''s'");
         assert_eq!(quoted("$HOME"), "'$HOME'");
-        assert_eq!(quoted("pipe,path=$agent"), "'pipe,path='\"$agent\"");
     }
 }
