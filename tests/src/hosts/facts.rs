@@ -70,6 +70,19 @@ pub struct NetworkFacts {
     pub nested_boot_s: f64,
     /// Duration of writing and reading 2 MiB in the guest, seconds.
     pub nested_io_s: f64,
+    /// Whether a VM moved to a third host and back, which share nothing, and found its data each time.
+    pub moved_there_and_back: bool,
+    /// Whether its guest then moved on through all hosts without a reboot, and found its data each time.
+    pub moved_live: bool,
+    /// Duration of each of these moves, until the command ended, in seconds: two cold ones, then
+    /// those of the running guest.
+    pub moves_s: Vec<f64>,
+    /// How long the guest stood still in each of its moves, as QEMU reports it, ms.
+    pub live_downtime_ms: Vec<f64>,
+    /// How long the guest was without its device in each of its moves, as farside reports it, seconds.
+    pub live_without_devices_s: Vec<f64>,
+    /// Time for the hosts to boot, seconds.
+    pub hosts_boot_s: f64,
     /// Total duration, seconds.
     pub wall_s: f64,
 }
@@ -178,6 +191,14 @@ impl NetworkFacts {
             check(
                 "each command was one round trip",
                 self.round_trips_per_read == 1.0 && self.round_trips_per_write == 1.0,
+            ),
+            check(
+                "the VM moved to a third host and back, with its data",
+                self.moved_there_and_back,
+            ),
+            check(
+                "its guest moved through all hosts without a reboot, with its data",
+                self.moved_live,
             ),
         ]
     }

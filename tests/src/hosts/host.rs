@@ -106,6 +106,8 @@ impl Host {
         for what in logs.iter().map(|log| format!("cat {log}")).chain([
             "dmesg | tail -n 20".to_owned(),
             "cat /tmp/scripted-vmm.log".to_owned(),
+            "cat /tmp/sshd.log".to_owned(),
+            "tail -n 40 /var/lib/farside/vm/*/*.log".to_owned(),
         ]) {
             if let Ok(output) = self.exec(&what, SHORT)
                 && output.success()

@@ -5,6 +5,7 @@
 //! - [`two_hosts`]: each is a separate host, connected by an NTB and a network;
 //! - [`shared_windows`]: the same, with two devices of one guest;
 //! - [`network`]: each is a separate host, connected by a network alone, and the lender has an image;
+//!   a VM moves between the two and a third;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
 //! - [`iommufd`]: one host whose kernel has VFIO's newer interface.
@@ -14,6 +15,7 @@
 mod facts;
 mod host;
 mod iommufd;
+mod moves;
 mod network;
 mod play;
 mod programs;
@@ -56,7 +58,7 @@ pub fn two_hosts(set: &Set<'_>) -> Result<Facts> {
     stage::two_hosts(set)
 }
 
-/// An image of one host, lent to a guest of another over the network.
+/// An image of one host, lent to a guest of another over the network, which then moves.
 pub fn network(set: &Set<'_>) -> Result<NetworkFacts> {
     network::network(set)
 }

@@ -1,30 +1,31 @@
 //! An image of one host, lent to a guest of another over the network: nothing else joins the two.
-//! The commands are those of the README, as printed there.
+//! The commands are those of the README, as printed there. Then a VM with it moves to a third host
+//! and back, and through all three.
 
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use farside_lender_protocol::DeviceStatus;
-use farside_testbed::Width;
+use farside_testbed::{Width, acquaint};
 use serde_json::json;
 
 use super::{
     Set,
     facts::{NetworkFacts, seconds},
     host::{Host, socket},
+    moves::{self, Rack},
     play::{BME, IO, LONG, find_drive, write_and_read},
     scripted::Scripted,
-    stage::{join, network_card},
+    stage::{hub, reaches, set_up_network, spoke},
 };
 use crate::{BOOT, MIB, SHORT, shared_ram};
 
 const README: &str = include_str!("../../../README.md");
 
 /// Names in the README's commands.
-const VM: &str = "web1";
-const DEVICE: &str = "disk0";
-const IMAGE: &str = "/tmp/disk0.img";
-const BORROWERS_FILES: &str = "/etc/farside/pki/rack1-a";
+pub(super) const VM: &str = "web1";
+pub(super) const DEVICE: &str = "disk0";
+pub(super) const IMAGE: &str = "/tmp/disk0.img";
 
 /// The guest's disk in the README. The guest here boots from a kernel and an initramfs instead.
 const GUESTS_DISK: &str = " -drive file=root.qcow2,if=virtio";
@@ -32,14 +33,9 @@ const GUESTS_DISK: &str = " -drive file=root.qcow2,if=virtio";
 /// RAM of the borrower, bytes: more than that of the README's guest.
 const BORROWERS_RAM: u64 = 2560 * MIB;
 
-/// Stands for ssh's in the VMs, which have no ssh: fetches files from the other host's port, once it is open.
-const SCP: &str = "#!/bin/sh
-# An open input, whose end would end the connection.
-mkfifo /tmp/scp
-exec 3<>/tmp/scp
-until nc 10.0.0.2 9 <&3 >/tmp/scp.tar; do sleep 0.1; done
-tar -x -f /tmp/scp.tar -C \"$2\"
-";
+/// QEMU's option to allocate guest RAM before it starts: an emulated host under load does that too
+/// slowly for the time limit of bus-master enable.
+pub(super) const PREALLOCATED: &str = "-mem-prealloc";
 
 /// The README's commands for two machines.
 struct Commands {
@@ -90,39 +86,62 @@ impl Commands {
 pub(super) fn network(set: &Set<'_>) -> Result<NetworkFacts> {
     let started = Instant::now();
     let mut facts = NetworkFacts::default();
-    (set.tell)("booting both hosts");
-    let host = |name: &str, server, mac| {
-        let host = set.testbed.host_vm(name);
-        host.args(network_card(set, server, mac))
-    };
-    let b = Host::launch(host("b", "on", 2), set.programs)?;
-    let a = host("a", "off", 1).memory(BORROWERS_RAM);
-    let a = Host::launch(a.file("usr/bin/scp", 0o755, SCP), set.programs)?;
-    join(&a, &b)?;
-    let played = play(set, &a, &b, &mut facts);
-    played.map_err(|error: anyhow::Error| error.context(format!("{}{}", a.story(), b.story())))?;
-    a.shutdown()?;
-    b.shutdown()?;
+    (set.tell)("booting the hosts");
+    let rack = boot(set)?;
+    facts.hosts_boot_s = seconds(started.elapsed());
+    let played = play(set, &rack, &mut facts);
+    played.map_err(|error: anyhow::Error| {
+        let stories: String = rack.all().iter().map(|host| host.story()).collect();
+        error.context(stories)
+    })?;
+    for host in [rack.a, rack.c, rack.b] {
+        host.shutdown()?;
+    }
     facts.wall_s = seconds(started.elapsed());
     Ok(facts)
 }
 
-fn play(set: &Set<'_>, a: &Host, b: &Host, facts: &mut NetworkFacts) -> Result<()> {
+/// The lender b, which the wires lead to, and the borrowers.
+fn boot(set: &Set<'_>) -> Result<Rack> {
+    let host = |name: &str, network: Vec<String>| set.testbed.host_vm(name).args(network);
+    let b = host("b", hub(set, 2, &["wire-a", "wire-c"]));
+    let b = Host::launch(b, set.programs)?;
+    let a = host("a", spoke(set, 1, "wire-a")).memory(BORROWERS_RAM);
+    let c = host("c", spoke(set, 3, "wire-c"));
+    let (a, c) = std::thread::scope(|scope| {
+        let c = scope.spawn(|| Host::launch(c, set.programs));
+        let a = Host::launch(a, set.programs);
+        let c = c.join().map_err(|_| anyhow::anyhow!("booting c panicked"));
+        Ok::<_, anyhow::Error>((a?, c??))
+    })?;
+    let rack = Rack { a, b, c };
+    for (host, _, address) in rack.names() {
+        set_up_network(host, address)?;
+    }
+    reaches(&rack.a, "10.0.0.2")?;
+    reaches(&rack.c, "10.0.0.2")?;
+    acquaint(
+        &rack
+            .names()
+            .map(|(host, name, address)| (&**host, name, address)),
+    )?;
+    Ok(rack)
+}
+
+fn play(set: &Set<'_>, rack: &Rack, facts: &mut NetworkFacts) -> Result<()> {
+    let Rack { a, b, .. } = rack;
     let commands = Commands::of_readme()?;
     let type_in =
         |host: &Host, lines: &str| host.exec_ok(&format!("set -e; cd /tmp\n{lines}"), SHORT);
     type_in(b, &commands.prepare)?;
     let lender = b.start_lender(commands.lend)?;
-    let offer = format!("tar -c -C {BORROWERS_FILES} . | nc -l -p 9");
-    let offered = b.exec_start(&offer, SHORT)?;
     type_in(a, &commands.fetch)?;
-    let offered = offered.wait()?;
-    ensure!(offered.success(), "copying certificates: {offered}");
     let backend = a.start_backend(VM, DEVICE, commands.serve)?;
     guest_uses_drive(set, a, b, commands.qemu, facts)?;
     rogue(set, a, facts)?;
     backend.stop()?;
-    lender.stop()
+    lender.stop()?;
+    moves::moves(set, rack, commands.lend, facts)
 }
 
 fn pinned(a: &Host) -> Result<u64> {
@@ -138,7 +157,11 @@ fn guest_uses_drive(
 ) -> Result<()> {
     (set.tell)("starting a guest in the borrower");
     let started = Instant::now();
-    let guest = a.guest(VM).launcher(launcher).args(["-S"]).launch();
+    let guest = a
+        .guest(VM)
+        .launcher(launcher)
+        .args(["-S", PREALLOCATED])
+        .launch();
     let guest = guest.map_err(|error| anyhow::anyhow!("{error:#}{}", a.story()))?;
     facts.bytes_pinned_before_bme = pinned(a)?;
     guest.qmp().execute("cont", json!({}))?;

@@ -140,30 +140,61 @@ pub(super) fn across_ntb(
 
 /// Sets the network of `a` and `b` up.
 pub(super) fn join(a: &Host, b: &Host) -> Result<()> {
-    for (host, address) in [(a, "10.0.0.1"), (b, "10.0.0.2")] {
-        let up = format!(
-            "set -e; modprobe virtio_net; ip addr add {address}/24 dev eth0
-            ip link set lo up; ip link set eth0 up"
-        );
-        host.exec_ok(&up, SHORT)?;
-    }
-    a.exec_ok("ping -c 1 -W 30 10.0.0.2", SHORT)
-        .context("the hosts' network")?;
-    Ok(())
+    set_up_network(a, "10.0.0.1")?;
+    set_up_network(b, "10.0.0.2")?;
+    reaches(a, "10.0.0.2")
+}
+
+/// Gives a host its address.
+pub(super) fn set_up_network(host: &Host, address: &str) -> Result<()> {
+    let up = format!(
+        "set -e; modprobe virtio_net; ip addr add {address}/24 dev eth0
+        ip link set lo up; ip link set eth0 up"
+    );
+    host.exec_ok(&up, SHORT).map(drop)
+}
+
+/// Waits until a host reaches an address.
+pub(super) fn reaches(host: &Host, address: &str) -> Result<()> {
+    let ping = host.exec_ok(&format!("ping -c 1 -W 30 {address}"), SHORT);
+    ping.map(drop).context("the hosts' network")
 }
 
 /// QEMU's options for the network between two hosts: its `server` starts first.
 pub(super) fn network_card(set: &Set<'_>, server: &str, mac: u8) -> [String; 4] {
-    let path = set.cluster.directory().join("network.sock");
-    [
-        "-netdev".to_owned(),
-        format!(
-            "stream,id=net,server={server},addr.type=unix,addr.path={}",
-            path.display()
-        ),
-        "-device".to_owned(),
-        format!("virtio-net-pci,netdev=net,romfile=,mac=52:54:00:00:00:{mac:02x}"),
-    ]
+    let [net, port] = wire(set, "net", server, "network");
+    let [device, card] = card("net", mac);
+    [net, port, device, card]
+}
+
+/// QEMU's options for the network of more than two hosts: of the one that starts first and has
+/// the wires to the `others`, which have a [`spoke`] each.
+pub(super) fn hub(set: &Set<'_>, mac: u8, others: &[&str]) -> Vec<String> {
+    let mut args = vec!["-netdev".to_owned(), "hubport,id=net,hubid=0".to_owned()];
+    for name in others {
+        args.extend(wire(set, name, "on", name));
+        let port = format!("hubport,id=port-{name},hubid=0,netdev={name}");
+        args.extend(["-netdev".to_owned(), port]);
+    }
+    args.extend(card("net", mac));
+    args
+}
+
+/// QEMU's options for the network of the host `name`, which the [`hub`] has a wire to.
+pub(super) fn spoke(set: &Set<'_>, mac: u8, name: &str) -> Vec<String> {
+    [wire(set, "net", "off", name), card("net", mac)].concat()
+}
+
+fn wire(set: &Set<'_>, id: &str, server: &str, socket: &str) -> [String; 2] {
+    let path = set.cluster.directory().join(format!("{socket}.sock"));
+    let path = path.display();
+    let wire = format!("stream,id={id},server={server},addr.type=unix,addr.path={path}");
+    ["-netdev".to_owned(), wire]
+}
+
+fn card(netdev: &str, mac: u8) -> [String; 2] {
+    let card = format!("virtio-net-pci,netdev={netdev},romfile=,mac=52:54:00:00:00:{mac:02x}");
+    ["-device".to_owned(), card]
 }
 
 /// Gives the borrower `a` and the lender `b` certificates of one CA.

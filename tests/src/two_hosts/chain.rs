@@ -64,6 +64,16 @@ impl Chain {
         Ok(())
     }
 
+    /// The hash of all records, once there is one.
+    pub fn hash(&self) -> Option<&str> {
+        self.hash.as_deref()
+    }
+
+    /// Bytes of all records.
+    pub fn bytes(&self) -> usize {
+        self.records * RECORD
+    }
+
     /// The number of records.
     pub fn records(&self) -> usize {
         self.records

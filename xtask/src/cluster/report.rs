@@ -135,14 +135,31 @@ fn network_rows(facts: &NetworkFacts) -> Vec<(&'static str, String)> {
                 facts.round_trips_per_read, facts.round_trips_per_write
             ),
         ),
+        ("moves of a VM", format!("{} s", list(&facts.moves_s))),
+        (
+            "of it live",
+            format!(
+                "{} ms of standstill, {} s without the device",
+                list(&facts.live_downtime_ms),
+                list(&facts.live_without_devices_s)
+            ),
+        ),
         (
             "took",
             format!(
-                "{:.1} s, of it {:.1} s for the guest's boot, {:.1} s for its I/O",
-                facts.wall_s, facts.nested_boot_s, facts.nested_io_s
+                "{:.1} s, of it {:.1} s for the hosts' boot, {:.1} s for the guest's, {:.1} s for its I/O",
+                facts.wall_s, facts.hosts_boot_s, facts.nested_boot_s, facts.nested_io_s
             ),
         ),
     ]
+}
+
+fn list(figures: &[f64]) -> String {
+    let figures: Vec<_> = figures
+        .iter()
+        .map(|figure| format!("{figure:.1}"))
+        .collect();
+    figures.join(", ")
 }
 
 fn rows(facts: &Facts) -> Vec<(&'static str, String)> {
