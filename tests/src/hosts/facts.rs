@@ -87,6 +87,19 @@ pub struct NetworkFacts {
     pub wall_s: f64,
 }
 
+/// Facts about a VM with a physical drive that moves between the drive's host and one that reaches it
+/// through an NTB.
+#[derive(Clone, Debug, Default)]
+pub struct NtbMoves {
+    /// LUT entries of the lender's endpoint that the drive uses, at first and after each move.
+    pub lut_entries: Vec<u64>,
+    /// Duration of each move until the command ended, in seconds: two cold ones, then that of the
+    /// running guest.
+    pub moves_s: Vec<f64>,
+    /// Whether the drive has what the guest wrote on each host. The guest verifies it after each move.
+    pub data_ok: bool,
+}
+
 /// Facts about two virtual functions, each lent to a guest.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct VfFacts {
@@ -200,6 +213,21 @@ impl NetworkFacts {
                 "its guest moved through all hosts without a reboot, with its data",
                 self.moved_live,
             ),
+        ]
+    }
+}
+
+impl NtbMoves {
+    /// The conditions to hold, and whether they do.
+    pub fn checks(&self) -> Vec<(String, bool)> {
+        let through: Vec<bool> = self.lut_entries.iter().map(|used| *used > 0).collect();
+        let check = |what: &str, holds| (what.to_owned(), holds);
+        vec![
+            check(
+                "the VM reached its drive through the NTB from the other host, and directly from the drive's own",
+                through == [true, false, true, false],
+            ),
+            check("the drive has what it wrote on both", self.data_ok),
         ]
     }
 }

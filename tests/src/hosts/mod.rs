@@ -6,6 +6,8 @@
 //! - [`shared_windows`]: the same, with two devices of one guest;
 //! - [`network`]: each is a separate host, connected by a network alone, and the lender has an image;
 //!   a VM moves between the two and a third;
+//! - [`moves_through_ntb`]: two hosts that an NTB and a network connect; a VM with a physical device moves
+//!   between them;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
 //! - [`iommufd`]: one host whose kernel has VFIO's newer interface.
@@ -24,7 +26,7 @@ mod sharing;
 mod stage;
 mod vfs;
 
-pub use facts::{Facts, NetworkFacts, SharingFacts, VfFacts};
+pub use facts::{Facts, NetworkFacts, NtbMoves, SharingFacts, VfFacts};
 pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::{Programs, stripped};
 
@@ -66,6 +68,11 @@ pub fn network(set: &Set<'_>) -> Result<NetworkFacts> {
 /// Two devices of one VM, lent across an NTB.
 pub fn shared_windows(set: &Set<'_>) -> Result<SharingFacts> {
     sharing::sharing(set)
+}
+
+/// A VM with a physical device moves between its host and one that reaches it through an NTB.
+pub fn moves_through_ntb(set: &Set<'_>) -> Result<NtbMoves> {
+    moves::through_ntb(set)
 }
 
 /// Two virtual functions of one device, lent simultaneously to two guests.

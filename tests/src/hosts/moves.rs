@@ -1,19 +1,21 @@
-//! A VM with a borrowed disk moves between three hosts that share nothing but a network: cold to a
-//! third host and back, then running, to every host, the lender's own included.
+//! A VM with a borrowed disk moves between hosts that share nothing but what joins them. The disk is
+//! an image, lent over a network to any of three hosts, or a physical drive, which one host has and
+//! another reaches through an NTB.
 
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use farside_testbed::{Accel, Expected, Nested};
+use farside_testbed::{Accel, Expected, Nested, acquaint};
 
 use super::{
     Set,
-    facts::{NetworkFacts, seconds},
+    facts::{NetworkFacts, NtbMoves, seconds},
     host::Host,
     network::{DEVICE, IMAGE, PREALLOCATED, VM},
-    play::LONG,
+    play::{DRIVE, LONG, NTB},
+    stage::{self, ADDRESSES},
 };
-use crate::{BOOT, SHORT, two_hosts::Chain};
+use crate::{BOOT, SHORT, sha256_of, two_hosts::Chain};
 
 /// The lender's address; it is in the certificate that the README's commands issue.
 const LENDER: &str = "tls:rack1-b:7410";
@@ -41,12 +43,6 @@ impl Rack {
             (&self.c, "rack1-c", "10.0.0.3"),
         ]
     }
-
-    fn host(&self, name: &str) -> Result<&Host> {
-        let mut names = self.names().into_iter();
-        let found = names.find(|(_, known, _)| *known == name);
-        Ok(found.with_context(|| format!("no host {name}"))?.0)
-    }
 }
 
 /// Moves the VM from `a`, whose certificates are there. `lend` is the lender's command for that
@@ -68,19 +64,8 @@ pub(super) fn moves(
         let file = format!("echo 'lenders = [\"{lender}\"]' >/etc/farside/host.toml");
         host.exec_ok(&file, SHORT)?;
     }
-    (set.tell)("starting the VM that moves");
-    let expected = a.expect_guest(VM)?;
-    describe(a, &expected)?;
-    a.exec_ok(&format!("farside start {VM}"), BOOT)?;
-    let mut journey = Journey {
-        set,
-        rack,
-        at: "rack1-a",
-        guest: expected.adopt(BOOT)?,
-        chain: Chain::default(),
-    };
-    journey.boots()?;
-    journey.chain.grow(&journey.guest)?;
+    let hosts = rack.names().map(|(host, name, _)| (host, name)).into();
+    let mut journey = Journey::start(set, hosts, "")?;
     for to in ["rack1-c", "rack1-a"] {
         facts.moves_s.push(journey.go(to, false)?.seconds);
     }
@@ -97,8 +82,7 @@ pub(super) fn moves(
     }
     facts.moved_live = journey.guest.exec_ok(BOOT_ID, SHORT)? == boot;
 
-    let chain = journey.chain;
-    a.exec_ok(&format!("farside stop {VM}"), BOOT)?;
+    let chain = journey.end()?;
     let hash = format!("head -c {} {IMAGE} | sha256sum | head -c 64", chain.bytes());
     let medium = b.exec_ok(&hash, SHORT)?;
     ensure!(
@@ -110,15 +94,56 @@ pub(super) fn moves(
     lender.stop()
 }
 
-/// Writes the VM's configuration. What the hosts' files name is not in it.
-fn describe(host: &Host, expected: &Expected<'_>) -> Result<()> {
+/// A VM with a physical drive moves between the host that has it and one that reaches it through an
+/// NTB: cold to its own host and back, then running.
+pub(super) fn through_ntb(set: &Set<'_>) -> Result<NtbMoves> {
+    let mut facts = NtbMoves::default();
+    let image = stage::image(set, "moves.img")?;
+    let drive = stage::drive(&image);
+    let mut chain = Chain::default();
+    stage::across_ntb(set, &drive, |a, b| {
+        let [at_a, at_b] = ADDRESSES;
+        acquaint(&[(&**a, "a", at_a), (&**b, "b", at_b)])?;
+        let lender = b.lend(&format!(
+            "--name b --listen tls:{at_b}:4000 --borrower host=a --vfio {DEVICE}={DRIVE} --ntb {NTB}"
+        ))?;
+        // b's endpoint is its lender's.
+        let files = [
+            (
+                a,
+                format!("lenders = [\"tls:{at_b}:4000\"]\nntb = \"{NTB}\""),
+            ),
+            (b, "lenders = [\"/run/farside/lender.sock\"]".to_owned()),
+        ];
+        for (host, text) in files {
+            let write = format!("cat >/etc/farside/host.toml <<'END'\n{text}\nEND");
+            host.exec_ok(&write, SHORT)?;
+        }
+        let hosts = vec![(a, "a"), (b, "b")];
+        let mut journey = Journey::start(set, hosts, "ntb = true\nopen-timeout = 100\n")?;
+        facts.lut_entries.push(b.lent(DEVICE)?.lut_entries.into());
+        for (to, live) in [("b", false), ("a", false), ("b", true)] {
+            facts.moves_s.push(journey.go(to, live)?.seconds);
+            facts.lut_entries.push(b.lent(DEVICE)?.lut_entries.into());
+        }
+        chain = journey.end()?;
+        b.wait_returned(DEVICE)?;
+        lender.stop()
+    })?;
+    let medium = sha256_of(&image, 0, chain.bytes() as u64)?;
+    facts.data_ok = chain.hash() == Some(medium.as_str());
+    Ok(facts)
+}
+
+/// Writes the VM's configuration: these `lines`, and no fact about a host.
+fn describe(host: &Host, expected: &Expected<'_>, lines: &str) -> Result<()> {
     let accel = match host.guests_accel() {
         Accel::Kvm => "kvm",
         Accel::Tcg => "tcg",
     };
     let args = [expected.args(), vec![PREALLOCATED.to_owned()]].concat();
     let toml = format!(
-        "devices = [\"{DEVICE}\"]\nmemory = \"256 MiB\"\naccel = \"{accel}\"\nqemu-args = {}",
+        "{lines}devices = [\"{DEVICE}\"]\nmemory = \"256 MiB\"\naccel = \"{accel}\"\nqemu-args = {}",
         serde_json::to_string(&args)?
     );
     let path = format!("/etc/farside/vm/{VM}.toml");
@@ -128,7 +153,8 @@ fn describe(host: &Host, expected: &Expected<'_>) -> Result<()> {
 
 struct Journey<'a> {
     set: &'a Set<'a>,
-    rack: &'a Rack,
+    /// The hosts, with their names.
+    hosts: Vec<(&'a Host, &'static str)>,
     at: &'static str,
     guest: Nested<'a>,
     chain: Chain,
@@ -152,9 +178,41 @@ impl Moved {
 }
 
 impl<'a> Journey<'a> {
+    /// Starts the VM on the first host, with `lines` in its configuration.
+    fn start(set: &'a Set<'a>, hosts: Vec<(&'a Host, &'static str)>, lines: &str) -> Result<Self> {
+        (set.tell)("starting the VM that moves");
+        let (host, at) = hosts[0];
+        let expected = host.expect_guest(VM)?;
+        describe(host, &expected, lines)?;
+        host.exec_ok(&format!("farside start {VM}"), BOOT)?;
+        let mut journey = Self {
+            set,
+            hosts,
+            at,
+            guest: expected.adopt(BOOT)?,
+            chain: Chain::default(),
+        };
+        journey.boots()?;
+        journey.chain.grow(&journey.guest)?;
+        Ok(journey)
+    }
+
+    /// Stops the VM; what it has written.
+    fn end(self) -> Result<Chain> {
+        self.host(self.at)?
+            .exec_ok(&format!("farside stop {VM}"), BOOT)?;
+        Ok(self.chain)
+    }
+
+    fn host(&self, name: &str) -> Result<&'a Host> {
+        let mut hosts = self.hosts.iter();
+        let found = hosts.find(|(_, known)| *known == name);
+        Ok(found.with_context(|| format!("no host {name}"))?.0)
+    }
+
     /// Moves the VM, verifies its data and adds to it.
     fn go(&mut self, to: &'static str, live: bool) -> Result<Moved> {
-        let (source, destination) = (self.rack.host(self.at)?, self.rack.host(to)?);
+        let (source, destination) = (self.host(self.at)?, self.host(to)?);
         let option = if live { " --live" } else { "" };
         let command = format!("farside migrate {VM} --to {to}{option}");
         (self.set.tell)(&format!("{}: {command}", self.at));

@@ -12,6 +12,9 @@ use super::{
 };
 use crate::{MIB, SHORT};
 
+/// Addresses on their network of the hosts a and b that an NTB connects.
+pub(super) const ADDRESSES: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
+
 /// Size of the NVMe namespace; its image is sparse.
 const DISK: u64 = 64 * MIB;
 
@@ -140,9 +143,9 @@ pub(super) fn across_ntb(
 
 /// Sets the network of `a` and `b` up.
 pub(super) fn join(a: &Host, b: &Host) -> Result<()> {
-    set_up_network(a, "10.0.0.1")?;
-    set_up_network(b, "10.0.0.2")?;
-    reaches(a, "10.0.0.2")
+    set_up_network(a, ADDRESSES[0])?;
+    set_up_network(b, ADDRESSES[1])?;
+    reaches(a, ADDRESSES[1])
 }
 
 /// Gives a host its address.

@@ -17,7 +17,7 @@ fn main() {
     let mut args = Arguments::from_args();
     // Each runs two or three VMs, some of them nested, and uses the whole machine.
     args.test_threads.get_or_insert(1);
-    let tests: [(&str, Test); 5] = [
+    let tests: [(&str, Test); 6] = [
         (
             "a_guest_uses_a_physical_drive_of_its_own_host",
             a_guest_uses_a_physical_drive_of_its_own_host,
@@ -33,6 +33,10 @@ fn main() {
         (
             "two_devices_of_a_guest_share_windows_through_an_ntb",
             two_devices_of_a_guest_share_windows_through_an_ntb,
+        ),
+        (
+            "a_vm_with_a_physical_drive_moves_through_an_ntb",
+            a_vm_with_a_physical_drive_moves_through_an_ntb,
         ),
         (
             "two_guests_use_a_virtual_function_each_of_one_adapter",
@@ -79,6 +83,11 @@ fn a_guest_uses_an_image_of_another_host_over_the_network(set: &Set<'_>) -> anyh
 
 fn two_devices_of_a_guest_share_windows_through_an_ntb(set: &Set<'_>) -> anyhow::Result<()> {
     let facts = hosts::shared_windows(set)?;
+    judge(facts.checks(), &facts)
+}
+
+fn a_vm_with_a_physical_drive_moves_through_an_ntb(set: &Set<'_>) -> anyhow::Result<()> {
+    let facts = hosts::moves_through_ntb(set)?;
     judge(facts.checks(), &facts)
 }
 
