@@ -200,9 +200,10 @@ fn resume(args: &Resume) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where the VM is now, and what a live migration cost the guest.
+/// Where the VM is now, and what the migration cost the guest.
 pub(crate) fn show_outcome(mover: &Mover<'_>) {
-    println!("{}", outcome(mover.journal()));
+    let journal = mover.journal();
+    println!("{}", outcome(journal));
     if let Some(report) = mover.report() {
         println!(
             "the guest stood still for {} ms; QEMU sent {} MiB in {:.1} s",
@@ -211,13 +212,12 @@ pub(crate) fn show_outcome(mover: &Mover<'_>) {
             report.total_ms as f64 / 1000.0,
         );
     }
-    if mover.journal().strategy.is_live()
-        && let Some(without) = mover.without_devices()
-    {
-        println!(
-            "the guest was without its devices for {:.1} s",
-            without.as_secs_f64()
-        );
+    let interruption = mover.interruption().filter(|_| journal.was_running);
+    if let Some(seconds) = interruption.map(|time| time.as_secs_f64()) {
+        match journal.strategy.is_live() {
+            true => println!("the guest was without its devices for {seconds:.1} s"),
+            false => println!("it was off for {seconds:.2} s between its shutdown and its boot"),
+        }
     }
 }
 

@@ -19,8 +19,8 @@ pub struct Mover<'a> {
     journal: Journal,
     lost: bool,
     report: Option<Report>,
-    released: Option<Instant>,
-    without_devices: Option<Duration>,
+    interrupted: Option<Instant>,
+    interruption: Option<Duration>,
 }
 
 impl<'a> Mover<'a> {
@@ -32,8 +32,8 @@ impl<'a> Mover<'a> {
             journal,
             lost: false,
             report: None,
-            released: None,
-            without_devices: None,
+            interrupted: None,
+            interruption: None,
         }
     }
 
@@ -54,11 +54,11 @@ impl<'a> Mover<'a> {
         self.report
     }
 
-    /// How long the guest of a live migration lacked a device: from the first unplug
-    /// request until the last device was plugged in again, here or there. None when
-    /// another process did a part of that.
-    pub fn without_devices(&self) -> Option<Duration> {
-        self.without_devices
+    /// Cold: how long no host ran the VM, from the end of its shutdown until it was started there, or
+    /// here again. Live: how long the guest lacked a device, from the first unplug request until the
+    /// last device was plugged in again. None when another process did a part of that.
+    pub fn interruption(&self) -> Option<Duration> {
+        self.interruption
     }
 
     /// Moves the VM. An error before the handover takes the VM back; after it, the user
@@ -151,8 +151,13 @@ impl<'a> Mover<'a> {
                 Step::ShutDown
             }
             Step::ShutDown => {
-                self.released = Some(Instant::now());
-                self.journal.strategy.release(self.host, &vm, limit)?;
+                let strategy = &self.journal.strategy;
+                let asked = Instant::now();
+                strategy.release(self.host, &vm, limit)?;
+                self.interrupted = Some(match strategy.is_live() {
+                    true => asked,
+                    false => Instant::now(),
+                });
                 Step::Return
             }
             Step::Return => {
@@ -171,7 +176,7 @@ impl<'a> Mover<'a> {
                 self.send_guest()?;
                 let id = self.journal.id.clone();
                 self.ask(Request::Start { id, vm })?;
-                self.without_devices = self.released.map(|since| since.elapsed());
+                self.interruption = self.interrupted.map(|since| since.elapsed());
                 Step::Finish
             }
             Step::Finish => {
@@ -198,7 +203,7 @@ impl<'a> Mover<'a> {
             Step::StartAgain => {
                 if self.journal.was_running {
                     self.journal.strategy.start_again(self.host, &vm)?;
-                    self.without_devices = self.released.map(|since| since.elapsed());
+                    self.interruption = self.interrupted.map(|since| since.elapsed());
                 }
                 Step::Undone
             }

@@ -77,6 +77,9 @@ pub struct NetworkFacts {
     /// Duration of each of these moves, until the command ended, in seconds: two cold ones, then
     /// those of the running guest.
     pub moves_s: Vec<f64>,
+    /// How long no host ran the VM in each cold move, between its shutdown and its boot, as farside
+    /// reports it, seconds.
+    pub cold_off_s: Vec<f64>,
     /// How long the guest stood still in each of its moves, as QEMU reports it, ms.
     pub live_downtime_ms: Vec<f64>,
     /// How long the guest was without its device in each of its moves, as farside reports it, seconds.

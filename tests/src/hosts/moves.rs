@@ -67,7 +67,11 @@ pub(super) fn moves(
     let hosts = rack.names().map(|(host, name, _)| (host, name)).into();
     let mut journey = Journey::start(set, hosts, "")?;
     for to in ["rack1-c", "rack1-a"] {
-        facts.moves_s.push(journey.go(to, false)?.seconds);
+        let moved = journey.go(to, false)?;
+        facts.moves_s.push(moved.seconds);
+        facts
+            .cold_off_s
+            .push(moved.figure("it was off for ", " s")?);
     }
     facts.moved_there_and_back = true;
     let boot = journey.guest.exec_ok(BOOT_ID, SHORT)?;

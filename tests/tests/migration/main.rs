@@ -34,7 +34,7 @@ fn main() {
         moves::a_host_that_was_left_does_not_get_the_drive_whatever_it_does,
         moves::a_vm_moves_back_and_forth_with_its_drive,
         moves::the_lender_may_be_one_of_the_two_hosts,
-        network::a_drive_moves_with_its_vm,
+        network::a_drive_moves_with_its_large_vm,
         network::a_guest_outlasts_a_cut_longer_than_its_drivers_limit,
         network::a_guest_loses_a_drive_that_stays_out_of_reach_and_lives_on,
         attacks::two_migrations_at_once_are_one,

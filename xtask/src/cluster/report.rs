@@ -137,6 +137,10 @@ fn network_rows(facts: &NetworkFacts) -> Vec<(&'static str, String)> {
         ),
         ("moves of a VM", format!("{} s", list(&facts.moves_s))),
         (
+            "off in cold moves",
+            format!("{} s", list(&facts.cold_off_s)),
+        ),
+        (
             "of it live",
             format!(
                 "{} ms of standstill, {} s without the device",
