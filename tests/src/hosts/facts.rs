@@ -90,16 +90,16 @@ pub struct NetworkFacts {
     pub wall_s: f64,
 }
 
-/// Facts about a VM with a physical drive that moves between the drive's host and one that reaches it
+/// Facts about a VM with a physical drive that moves between the disk's host and one that reaches it
 /// through an NTB.
 #[derive(Clone, Debug, Default)]
 pub struct NtbMoves {
-    /// LUT entries of the lender's endpoint that the drive uses, at first and after each move.
+    /// LUT entries of the lender's endpoint that the disk uses, at first and after each move.
     pub lut_entries: Vec<u64>,
     /// Duration of each move until the command ended, in seconds: two cold ones, then that of the
     /// running guest.
     pub moves_s: Vec<f64>,
-    /// Whether the drive has what the guest wrote on each host. The guest verifies it after each move.
+    /// Whether the disk has what the guest wrote on each host. The guest verifies it after each move.
     pub data_ok: bool,
 }
 
@@ -161,7 +161,7 @@ impl Facts {
                 ram > 0 && self.borrower_bytes_mapped == ram,
             ),
             check(
-                "nothing was mapped after the driver let go",
+                "nothing was mapped after the diskr let go",
                 self.dmar_mappings_after_unbind == 0,
             ),
             check(
@@ -227,10 +227,10 @@ impl NtbMoves {
         let check = |what: &str, holds| (what.to_owned(), holds);
         vec![
             check(
-                "the VM reached its drive through the NTB from the other host, and directly from the drive's own",
+                "the VM reached its drive through the NTB from the other host, and directly from the disk's own",
                 through == [true, false, true, false],
             ),
-            check("the drive has what it wrote on both", self.data_ok),
+            check("the disk has what it wrote on both", self.data_ok),
         ]
     }
 }

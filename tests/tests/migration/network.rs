@@ -57,7 +57,7 @@ fn move_cold(stage: &Stage, from: &str, to: &str) -> Result<f64> {
     Ok(off)
 }
 
-/// 4 GiB of its RAM are pinned for the drive.
+/// 4 GiB of its RAM are pinned for the disk.
 pub fn a_drive_moves_with_its_large_vm(stage: &Stage) -> Result<Completion> {
     let lender = lend(stage, "")?;
     let small = fs::read_to_string(stage.path("a", &format!("etc/vm/{VM}.toml")))?;
@@ -109,7 +109,7 @@ pub fn a_guest_outlasts_a_cut_longer_than_its_drivers_limit(stage: &Stage) -> Re
     ensure!(ended.starts_with("0\n"), "{ended}");
     ensure!(
         ended.contains("reset controller"),
-        "the driver has not reset: {ended}"
+        "the diskr has not reset: {ended}"
     );
     chain.verify(&guest)?;
     Ok(Completion::Completed)
