@@ -299,6 +299,27 @@ fn migrations() -> Vec<Vec<u8>> {
     seeds
 }
 
+fn etcd() -> Vec<Vec<u8>> {
+    let value = r#"{"format":1,"lender":"rack1-b","address":"tls:rack1-b:7410","instance":"0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f"}"#;
+    let entry =
+        r#"{"key":"ZmFyc2lkZS9kZXZpY2VzL2Rpc2sw","mod_revision":"6","value":"Yg==","lease":"99"}"#;
+    let range = format!(r#"{{"header":{{"revision":"7"}},"kvs":[{entry}],"more":true}}"#);
+    let txn =
+        format!(r#"{{"succeeded":true,"responses":[{{"response_range":{{"kvs":[{entry}]}}}}]}}"#);
+    texts(&[
+        (0, value),
+        (1, "farside/devices/disk0"),
+        (2, &range),
+        (3, &txn),
+        (4, r#"{"result":{"header":{},"ID":"5","TTL":"15"}}"#),
+        (
+            5,
+            r#"{"result":{"canceled":true,"events":[{"type":"DELETE"}]}}"#,
+        ),
+        (6, r#"{"error":"lease not found","code":5}"#),
+    ])
+}
+
 fn lender_messages() -> Vec<Vec<u8>> {
     fn encoded(kind: u8, message: impl Debug + Serialize) -> Vec<u8> {
         let bytes = postcard::to_stdvec(&message);
@@ -413,6 +434,7 @@ fn main() -> std::io::Result<()> {
         ("config_space", configs()),
         ("description", steps()),
         ("domains", domains()),
+        ("etcd", etcd()),
         ("irqs", steps()),
         ("leases", steps()),
         ("lender_messages", lender_messages()),

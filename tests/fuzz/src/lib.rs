@@ -13,6 +13,7 @@ mod config_files;
 mod config_space;
 mod description;
 mod domains;
+mod etcd;
 mod input;
 mod irqs;
 mod leases;
@@ -29,13 +30,14 @@ mod register_tokens;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 16] = [
+pub const TARGETS: [Target; 17] = [
     ("admin", admin::run),
     ("backend", backend::run),
     ("config_files", config_files::run),
     ("config_space", config_space::run),
     ("description", description::run),
     ("domains", domains::run),
+    ("etcd", etcd::run),
     ("irqs", irqs::run),
     ("leases", leases::run),
     ("lender_messages", lender_messages::run),

@@ -52,6 +52,7 @@ targets! {
     config_space
     description
     domains
+    etcd
     irqs
     leases
     lender_messages

@@ -11,7 +11,7 @@ use super::{
     Set,
     facts::{NetworkFacts, NtbMoves, seconds},
     host::Host,
-    network::{DEVICE, IMAGE, PREALLOCATED, VM},
+    network::{DEVICE, IMAGE, PREALLOCATED, README, VM},
     play::{DRIVE, LONG, NTB},
     stage::{self, ADDRESSES},
 };
@@ -76,6 +76,21 @@ pub(super) fn moves(
     facts.moved_there_and_back = true;
     let boot = journey.guest.exec_ok(BOOT_ID, SHORT)?;
     for to in ["rack1-c", "rack1-b", "rack1-a"] {
+        if to == "rack1-b" {
+            let commands = ["--check", "--live"].map(|option| command(to, option));
+            let printed = README
+                .lines()
+                .filter(|line| line.starts_with("farside migrate"));
+            let printed: Vec<_> = printed.map(|line| line.split(" #").next()).collect();
+            for command in &commands {
+                let found = printed
+                    .iter()
+                    .flatten()
+                    .any(|line| line.trim_end() == command);
+                ensure!(found, "the README does not print {command}: {printed:?}");
+            }
+            journey.host(journey.at)?.exec_ok(&commands[0], BOOT)?;
+        }
         let moved = journey.go(to, true)?;
         facts.moves_s.push(moved.seconds);
         facts
@@ -155,6 +170,12 @@ fn describe(host: &Host, expected: &Expected<'_>, lines: &str) -> Result<()> {
     host.exec_ok(&write, SHORT).map(drop)
 }
 
+/// The command that moves the VM.
+fn command(to: &str, option: &str) -> String {
+    let command = format!("farside migrate {VM} --to {to} {option}");
+    command.trim_end().to_owned()
+}
+
 struct Journey<'a> {
     set: &'a Set<'a>,
     /// The hosts, with their names.
@@ -217,8 +238,7 @@ impl<'a> Journey<'a> {
     /// Moves the VM, verifies its data and adds to it.
     fn go(&mut self, to: &'static str, live: bool) -> Result<Moved> {
         let (source, destination) = (self.host(self.at)?, self.host(to)?);
-        let option = if live { " --live" } else { "" };
-        let command = format!("farside migrate {VM} --to {to}{option}");
+        let command = command(to, if live { "--live" } else { "" });
         (self.set.tell)(&format!("{}: {command}", self.at));
         let expected = destination.expect_guest(VM)?;
         let started = Instant::now();

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{BOOT, MIB, SHORT, shared_ram};
 
-const README: &str = include_str!("../../../README.md");
+pub(super) const README: &str = include_str!("../../../README.md");
 
 /// Names in the README's commands.
 pub(super) const VM: &str = "web1";
