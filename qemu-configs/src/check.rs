@@ -7,7 +7,7 @@ use std::{
 
 use farside_daemon::DeviceId;
 
-use crate::{Firmware, SharedMemoryError, ViommuError, Vm, check_viommu};
+use crate::{Firmware, MonitorSocket, SharedMemoryError, ViommuError, Vm, check_viommu};
 
 /// Maximum length of a UNIX socket path, in bytes (`sun_path` of unix(7), without the final zero).
 const MAX_SOCKET: usize = 107;
@@ -101,15 +101,16 @@ impl Vm {
             path_text(code)?;
             path_text(vars)?;
         }
-        if let Some(monitor) = &self.monitor {
-            check_socket(monitor)?;
+        let monitor = self.monitor.as_ref().and_then(MonitorSocket::path);
+        if let Some(path) = monitor {
+            check_socket(path)?;
         }
         for device in &self.devices {
             check_socket(&device.socket)?;
         }
         unique("device id", self.devices.iter().map(|d| d.id.to_string()))?;
         let sockets = self.devices.iter().map(|d| d.socket.as_path());
-        let sockets = sockets.chain(self.monitor.as_deref());
+        let sockets = sockets.chain(monitor);
         unique("socket", sockets.map(|path| path.display().to_string()))?;
         let places = self.devices.iter().filter_map(|d| d.bootindex);
         unique("bootindex", places.map(|place| place.to_string()))?;

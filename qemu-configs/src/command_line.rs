@@ -5,10 +5,10 @@ use std::{fmt, path::PathBuf, process::Command};
 use serde::Serialize;
 
 use crate::{
-    Accel, Firmware, Vm, VmError,
+    Accel, Firmware, MonitorSocket, Vm, VmError,
     check::path_text,
     check_shared_memory,
-    parts::{MEMORY, MemoryBackend},
+    parts::{MEMORY, MONITOR, MemoryBackend},
 };
 
 /// A command and its arguments.
@@ -63,9 +63,18 @@ impl Vm {
         args.option("-smp", self.vcpus.to_string());
         args.option("-m", self.ram_value());
         args.option("-object", self.memory_value());
-        if let Some(socket) = &self.monitor {
-            let path = path_text(socket)?.replace(',', ",,");
-            args.option("-qmp", format!("unix:{path},server=on,wait=off"));
+        match &self.monitor {
+            None => {}
+            Some(MonitorSocket::Path(path)) => {
+                let path = path_text(path)?.replace(',', ",,");
+                args.option("-qmp", format!("unix:{path},server=on,wait=off"));
+            }
+            // Not by `-mon`, which later QEMUs deprecate.
+            Some(MonitorSocket::Fd(fd)) => {
+                let socket = format!("socket,id={MONITOR},fd={fd},server=on,wait=off");
+                args.option("-chardev", socket);
+                args.option("-qmp", format!("chardev:{MONITOR}"));
+            }
         }
         self.blockdevs(&mut args)?;
         for port in self.root_ports() {

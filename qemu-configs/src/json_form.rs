@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::{CommandLine, Vm, VmError};
+use crate::{CommandLine, MonitorSocket, Vm, VmError};
 
 impl Vm {
     /// One JSON object for software that starts QEMU itself:
@@ -11,7 +11,7 @@ impl Vm {
     /// - `memory`: the argument of `-object`, and of QMP's `object-add`;
     /// - `machine`: the properties of `-machine` that borrowing needs;
     /// - `ports`, `devices`: the arguments of `-device`, and of QMP's `device_add`;
-    /// - `monitor`: the QMP socket, or null.
+    /// - `monitor`: the path of the QMP socket that QEMU creates, or null.
     pub fn json_form(&self, line: &CommandLine) -> Result<Value, VmError> {
         let devices = (0..self.devices.len()).map(|position| self.device_add(position));
         Ok(json!({
@@ -21,7 +21,7 @@ impl Vm {
             "machine": { "type": self.machine.name(), "memory-backend": crate::parts::MEMORY },
             "ports": self.root_ports(),
             "devices": devices.collect::<Result<Vec<_>, _>>()?,
-            "monitor": self.monitor,
+            "monitor": self.monitor.as_ref().and_then(MonitorSocket::path),
         }))
     }
 }

@@ -40,4 +40,4 @@ pub use read_config::ReadConfig;
 pub use shared_memory::{SharedMemoryError, check_shared_memory};
 pub use timeout::message_timeout_ms;
 pub use viommu::{ViommuError, check_viommu, has_viommu};
-pub use vm::{Accel, Device, Firmware, HugePages, Machine, Vm, qemu_id};
+pub use vm::{Accel, Device, Firmware, HugePages, Machine, MonitorSocket, Vm, qemu_id};

@@ -8,6 +8,9 @@ use crate::{ports, qemu_id};
 /// Ids of farside's objects. Those of devices begin with `dev-`.
 pub(crate) const MEMORY: &str = "mem";
 
+/// The id of the monitor, and of its character device.
+pub(crate) const MONITOR: &str = "qmp";
+
 // Structs keep this order, whatever map type serde_json was built with.
 
 /// A borrowed device.

@@ -12,7 +12,12 @@ use std::{
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::{CommandLine, Vm, VmError, check::path_text, command_line::SERIALISES, parts::MEMORY};
+use crate::{
+    CommandLine, MonitorSocket, Vm, VmError,
+    check::path_text,
+    command_line::SERIALISES,
+    parts::{MEMORY, MONITOR},
+};
 
 /// Maximum length of a value, in bytes. The format has no escape for a quote.
 const MAX_VALUE: usize = 1023;
@@ -68,13 +73,16 @@ impl Vm {
             .set("size", &format!("{}M", self.ram >> 20))?;
         file.properties("object", &self.memory_backend())?;
         if let Some(socket) = &self.monitor {
-            file.section("chardev", Some("qmp"))
-                .set("backend", "socket")?
-                .set("path", path_text(socket)?)?
-                .set("server", "on")?
-                .set("wait", "off")?;
-            file.section("mon", Some("qmp"))
-                .set("chardev", "qmp")?
+            let chardev = file.section("chardev", Some(MONITOR));
+            match socket {
+                MonitorSocket::Path(path) => chardev.set("path", path_text(path)?)?,
+                MonitorSocket::Fd(fd) => chardev.set("fd", &fd.to_string())?,
+            }
+            .set("backend", "socket")?
+            .set("server", "on")?
+            .set("wait", "off")?;
+            file.section("mon", Some(MONITOR))
+                .set("chardev", MONITOR)?
                 .set("mode", "control")?;
         }
         for port in self.root_ports() {

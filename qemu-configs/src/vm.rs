@@ -1,6 +1,9 @@
 //! The model of a VM.
 
-use std::path::PathBuf;
+use std::{
+    os::fd::RawFd,
+    path::{Path, PathBuf},
+};
 
 use farside_daemon::{DeviceId, VmName};
 use serde::Deserialize;
@@ -27,9 +30,8 @@ pub struct Vm {
     /// Root ports to leave free for devices that are added while the VM runs.
     /// The i440FX has free slots on its bus and needs none.
     pub spare_ports: u16,
-    /// Socket of a QMP monitor, at most 107 bytes: QEMU listens there, one client at a time.
-    /// `None`: no monitor.
-    pub monitor: Option<PathBuf>,
+    /// Socket of a QMP monitor, which serves one client at a time. `None`: no monitor.
+    pub monitor: Option<MonitorSocket>,
     /// Extra arguments, appended unchanged: disks, networks, consoles.
     pub extra_args: Vec<String>,
 }
@@ -49,6 +51,25 @@ impl Vm {
             spare_ports: 0,
             monitor: None,
             extra_args: Vec::new(),
+        }
+    }
+}
+
+/// The socket where QEMU listens for clients of its monitor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MonitorSocket {
+    /// QEMU creates it at this path, at most 107 bytes.
+    Path(PathBuf),
+    /// QEMU inherits it, listening, as this file descriptor.
+    Fd(RawFd),
+}
+
+impl MonitorSocket {
+    /// The path, if QEMU creates the socket.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Path(path) => Some(path),
+            Self::Fd(_) => None,
         }
     }
 }

@@ -3,8 +3,8 @@
 use std::process::Command;
 
 use farside_qemu_configs::{
-    Accel, Device, Firmware, HugePages, Machine, SharedMemoryError, ViommuError, Vm, VmError,
-    check_shared_memory, message_timeout_ms,
+    Accel, Device, Firmware, HugePages, Machine, MonitorSocket, SharedMemoryError, ViommuError, Vm,
+    VmError, check_shared_memory, message_timeout_ms,
 };
 use proptest::prelude::*;
 
@@ -101,10 +101,31 @@ fn an_i440fx_with_two_devices_has_them_on_its_bus() {
 #[test]
 fn a_monitor_is_a_socket_where_qemu_listens() {
     let mut vm = vm();
-    vm.monitor = Some("/run/a,b/qmp".into());
+    vm.monitor = Some(MonitorSocket::Path("/run/a,b/qmp".into()));
     let args = args(&vm);
     let at = args.iter().position(|arg| arg == "-qmp").unwrap();
     assert_eq!(args[at + 1], "unix:/run/a,,b/qmp,server=on,wait=off");
+}
+
+#[test]
+fn a_monitor_that_listens_already_is_a_descriptor() {
+    let mut vm = vm();
+    vm.monitor = Some(MonitorSocket::Fd(3));
+    let args = args(&vm);
+    let of = |option: &str| {
+        let at = args.iter().position(|arg| arg == option);
+        at.map(|at| args[at + 1].as_str())
+    };
+    assert_eq!(
+        of("-chardev"),
+        Some("socket,id=qmp,fd=3,server=on,wait=off")
+    );
+    assert_eq!(of("-qmp"), Some("chardev:qmp"));
+    let config = vm.read_config("qemu", "/tmp/a.cfg".as_ref()).unwrap();
+    let chardev = "[chardev \"qmp\"]\n  fd = \"3\"\n  backend = \"socket\"\n  server = \"on\"\n";
+    assert!(config.text.contains(chardev), "{}", config.text);
+    let form = vm.json_form(&config.command_line).unwrap();
+    assert_eq!(form["monitor"], serde_json::Value::Null);
 }
 
 #[test]

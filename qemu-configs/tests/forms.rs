@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use farside_qemu_configs::{
-    Accel, Device, DomainOptions, Firmware, HugePages, Machine, Vm, VmError, message_timeout_ms,
-    read_domain,
+    Accel, Device, DomainOptions, Firmware, HugePages, Machine, MonitorSocket, Vm, VmError,
+    message_timeout_ms, read_domain,
 };
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
@@ -94,7 +94,7 @@ fn vm_strategy() -> impl Strategy<Value = Vm> {
                     let (code, vars) = ("/fw/code, 4M.fd".into(), "/vm/vars.fd".into());
                     vm.firmware = Firmware::Ovmf { code, vars };
                 }
-                vm.monitor = monitor.then(|| "/run/vm1/q,mp".into());
+                vm.monitor = monitor.then(|| MonitorSocket::Path("/run/vm1/q,mp".into()));
                 vm.devices = ports
                     .into_iter()
                     .enumerate()
@@ -202,7 +202,7 @@ proptest! {
 fn a_file_for_readconfig() {
     let mut vm = Vm::new("vm1".parse().unwrap(), 1 << 30);
     vm.accel = Accel::Tcg;
-    vm.monitor = Some("/run/q".into());
+    vm.monitor = Some(MonitorSocket::Path("/run/q".into()));
     vm.devices.push(Device {
         id: "disk0".parse().unwrap(),
         port: None,
@@ -238,7 +238,7 @@ fn a_file_for_readconfig() {
 #[test]
 fn a_file_cannot_have_a_quote() {
     let mut vm = Vm::new("vm1".parse().unwrap(), 1 << 30);
-    vm.monitor = Some("/run/\"q".into());
+    vm.monitor = Some(MonitorSocket::Path("/run/\"q".into()));
     let error = vm.read_config("qemu", "/tmp/a.cfg".as_ref()).unwrap_err();
     assert!(matches!(error, VmError::ConfigValue { .. }));
     assert_eq!(

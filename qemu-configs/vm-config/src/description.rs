@@ -10,7 +10,7 @@ use farside_discovery::Discovery;
 use farside_fabric::{Size, deserialize_size, parse_size, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
 use farside_lender_protocol::Address;
-use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, Vm};
+use farside_qemu_configs::{Accel, Device, Firmware, HugePages, Machine, MonitorSocket, Vm};
 use serde::{
     Deserialize, Deserializer,
     de::{self, MapAccess, Visitor, value::MapAccessDeserializer},
@@ -288,7 +288,7 @@ impl VmConfig {
                 bootindex: (self.boot.as_ref() == Some(id)).then_some(0),
             })
             .collect();
-        vm.monitor = Some(paths::monitor_socket(name));
+        vm.monitor = Some(MonitorSocket::Path(paths::monitor_socket(name)));
         vm.extra_args = self.qemu_args.clone();
         vm
     }
