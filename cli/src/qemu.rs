@@ -1,15 +1,25 @@
 //! `farside qemu`.
 
-use std::{os::unix::process::CommandExt, path::Path, time::Duration};
+use std::{
+    os::{fd::AsRawFd, unix::process::CommandExt},
+    path::Path,
+    time::Duration,
+};
 
 use anyhow::{Context, bail};
 use farside_backend_api::BackendReport;
-use farside_daemon::{DeviceId, SocketGroup, VmName, paths};
+use farside_daemon::{
+    Activated, DeviceId, OwnedListener, SocketGroup, SocketKind, VmName, group_name, paths,
+};
 use farside_error_chain::Chain;
 use farside_fabric::Size;
 use farside_lender_protocol::{Address, CallError, Client, Transport};
-use farside_qemu_configs::{CommandLine, QemuBinary, Vm};
+use farside_qemu_configs::{CommandLine, Device, MonitorSocket, QemuBinary, Vm};
 use farside_vm_config::DeviceConfig;
+use rustix::{
+    fs::{Access, access},
+    io::{Errno, FdFlags, fcntl_setfd},
+};
 
 use crate::{
     args::{Qemu, QemuForm},
@@ -25,6 +35,10 @@ const PINNED_PER_MS: u64 = 1_000_000;
 const DEFAULT_QEMU: &str = "qemu-system-x86_64";
 
 pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
+    let activated = match args.run {
+        true => Activated::from_env()?,
+        false => Activated::default(),
+    };
     let mut config = args.vm.describe()?;
     let name = name_of(&config)?;
     if config.devices.is_empty() {
@@ -39,12 +53,20 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     }
     config.qemu_args.extend(args.extra);
     let qemu = config.qemu.take().unwrap_or_else(|| DEFAULT_QEMU.into());
-    let vm = config.to_vm(&name);
+    let mut vm = config.to_vm(&name);
+    let monitor = monitor(&name, activated)?;
+    if let Some(socket) = &monitor {
+        vm.monitor = Some(MonitorSocket::Fd(socket.as_raw_fd()));
+    }
 
     let mut command_line = vm.command_line(&qemu)?;
     if let Ok(backend) = served(&name) {
-        for device in &backend.devices {
-            check(&vm, &device.device, &device.lender)?;
+        // With a monitor from the service manager, QEMU's user may not connect to lenders: the
+        // example of a socket unit runs this check, as the lender's user.
+        if monitor.is_none() {
+            for device in &backend.devices {
+                check(&vm, &device.device, &device.lender)?;
+            }
         }
         let open_timeout = open_timeout(&backend);
         if open_timeout < Duration::from_millis(vm.ram / PINNED_PER_MS) {
@@ -62,23 +84,48 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
     let probed = QemuBinary::probe(&qemu)?;
     log::info!("starting QEMU {} for VM {name}", probed.version());
     for device in &vm.devices {
-        if !device.socket.exists() {
-            bail!(
-                "nobody serves device {} to VM {name} ({} is missing): start `farside serve --vm {name} --device {}` first",
-                device.id,
-                device.socket.display(),
-                device.id
-            );
+        check_socket(&name, device)?;
+    }
+    farside_vm_control::confine(&mut command_line, &probed);
+    match &monitor {
+        Some(socket) => fcntl_setfd(socket, FdFlags::empty())
+            .with_context(|| format!("cannot pass {} to QEMU", socket.path().display()))?,
+        None => {
+            // If no backend has created it.
+            let directory = paths::vm_dir(&name);
+            paths::create_directory(&directory)
+                .with_context(|| format!("cannot use {}", directory.display()))?;
+            farside_vm_control::keep_monitor_private();
         }
     }
-    // For the monitor, if no backend has created it.
-    let directory = paths::vm_dir(&name);
-    paths::create_directory(&directory)
-        .with_context(|| format!("cannot use {}", directory.display()))?;
-    farside_vm_control::confine(&mut command_line, &probed);
-    farside_vm_control::keep_monitor_private();
     let error = command_line.to_command().exec();
     Err(error).with_context(|| format!("cannot start {}", qemu.display()))
+}
+
+/// The socket for the monitor, if the service manager listens there.
+fn monitor(vm: &VmName, mut activated: Activated) -> anyhow::Result<Option<OwnedListener>> {
+    let path = paths::monitor_socket(vm);
+    let socket = activated.take_path(&path, SocketKind::Stream)?;
+    activated.finish(&format!("the monitor of VM {vm} ({})", path.display()))?;
+    Ok(socket)
+}
+
+/// Fails unless QEMU, as this user, can connect to the device's socket.
+fn check_socket(vm: &VmName, device: &Device) -> anyhow::Result<()> {
+    let (id, path) = (&device.id, device.socket.display());
+    match access(&device.socket, Access::WRITE_OK) {
+        Ok(()) => Ok(()),
+        Err(Errno::NOENT) => bail!(
+            "nobody serves device {id} to VM {vm} ({path} is missing): start `farside serve --vm {vm} --device {id}` first"
+        ),
+        Err(Errno::ACCESS) => {
+            let group = group_name(rustix::process::getegid().as_raw());
+            bail!(
+                "device {id} of VM {vm}: QEMU's user may not connect to {path}: set `socket-group = \"{group}\"` in the VM configuration, then restart the backend (where systemd runs it: `systemctl daemon-reload`, then `systemctl restart farside@{vm}.socket`)"
+            )
+        }
+        Err(errno) => Err(errno).with_context(|| format!("device {id} of VM {vm}: {path}")),
+    }
 }
 
 fn print(vm: &Vm, command_line: &CommandLine, form: QemuForm) -> anyhow::Result<()> {

@@ -12,8 +12,8 @@
 //!   (`sd_listen_fds(3)`).
 //! - [`OwnedListener`]: a listening UNIX socket and its path.
 //! - [`SocketGroup`]: a group whose members may connect to a socket.
-//! - [`user_id`], [`user_name`]: the users of this host. [`peer_credentials`]: the user and process
-//!   at the other end of a UNIX socket.
+//! - [`user_id`], [`user_name`], [`group_name`]: the users of this host.
+//!   [`peer_credentials`]: the user and process at the other end of a UNIX socket.
 //! - [`ready`], [`status`], [`stopping`]: readiness and a status line
 //!   (`sd_notify(3)`). No-ops without a service manager, and after [`end_notices`].
 //! - [`RateLimit`], [`StateLog`]: limits for log lines that peers can cause at will.
@@ -56,5 +56,5 @@ pub use open_files::{close_inherited, raise_open_files};
 pub use peer::{PeerCredentials, peer_credentials};
 pub use rate_limit::{HeldBack, RateLimit, StateLog};
 pub use readiness::{end_notices, ready, status, stopping};
-pub use user::{UserError, user_id, user_name};
+pub use user::{UserError, group_name, user_id, user_name};
 pub use wakeup::Wakeup;

@@ -1,8 +1,8 @@
-//! Users of this host.
+//! Users and groups of this host.
 
 use std::io;
 
-use nix::unistd::{Uid, User};
+use nix::unistd::{Gid, Group, Uid, User};
 
 /// Why a user has no uid.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +38,14 @@ pub fn user_name(uid: u32) -> String {
     }
 }
 
+/// The name of a group, or the gid as text if it has none.
+pub fn group_name(gid: u32) -> String {
+    match Group::from_gid(Gid::from_raw(gid)) {
+        Ok(Some(group)) => group.name,
+        Ok(None) | Err(_) => gid.to_string(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -48,6 +56,8 @@ mod tests {
         assert_eq!(user_id("4242").unwrap(), 4242);
         assert_eq!(user_name(0), "root");
         assert_eq!(user_name(4_242_424), "4242424");
+        assert_eq!(group_name(0), "root");
+        assert_eq!(group_name(4_242_424), "4242424");
         for unknown in ["no-such-user", "", "-1"] {
             let error = user_id(unknown).unwrap_err().to_string();
             assert!(error.contains(&format!("no user {unknown:?}")), "{error}");
