@@ -12,7 +12,8 @@ use crate::waiting::Waiting;
 ///
 /// Starts a VM in the background from its configuration: its backend, then QEMU, or
 /// libvirt's domain of that name. Their logs are in the VM's state directory. If
-/// one does not start, the other is stopped.
+/// one does not start, the other is stopped. Where the backend is a systemd unit, so is
+/// QEMU, which root starts: farside-qemu@VM.service.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Start {
     /// Name of the VM; its configuration is vm/NAME.toml in the configuration

@@ -26,7 +26,7 @@ pub enum Error {
     Qemu { vm: VmName, source: ProbeError },
     /// QEMU as root would listen in a directory of the backend's user.
     #[error(
-        "VM {vm} cannot start as root: its backend is a systemd unit, whose user {user} owns the VM's directory. Run QEMU as {user}: by a unit such as farside-qemu@{vm} (farside's examples have it), or by `systemctl start farside@{vm}` and `runuser -u {user} -- env FARSIDE_RUNTIME_DIR=/run/farside FARSIDE_CONFIG_DIR=/etc/farside FARSIDE_STATE_DIR=/var/lib/farside farside start {vm}`"
+        "VM {vm} cannot start as root: its backend is a systemd unit, whose user {user} owns the VM's directory. Install farside-qemu@.service and farside-qemu@.socket (farside's examples have them), by which QEMU has a user of its own, or run it as {user}, by `systemctl start farside@{vm}` and `runuser -u {user} -- env FARSIDE_RUNTIME_DIR=/run/farside FARSIDE_CONFIG_DIR=/etc/farside FARSIDE_STATE_DIR=/var/lib/farside farside start {vm}`"
     )]
     UnitUser { vm: VmName, user: String },
     /// Another command is in progress on the VM.
@@ -46,6 +46,16 @@ pub enum Error {
     MonitorSilent {
         vm: VmName,
         pid: u32,
+        path: PathBuf,
+        limit: Duration,
+    },
+    /// A socket unit listens, and QEMU has not taken it over.
+    #[error(
+        "QEMU of VM {vm} has not taken the socket {path} over within {limit:?}, where systemd listens for it: see `systemctl status farside-qemu@{vm}`",
+        path = path.display()
+    )]
+    MonitorWaits {
+        vm: VmName,
         path: PathBuf,
         limit: Duration,
     },

@@ -107,20 +107,26 @@ pub struct DeviceState {
     pub described: bool,
 }
 
-/// Starts a VM from its configuration: its backend, unless that runs, and QEMU. On failure, stops
-/// the processes that it started.
+/// Starts a VM from its configuration: its backend, unless that runs, and QEMU, by its unit where the
+/// backend is one of another user. On failure, stops the processes that it started.
 pub fn start(vm: &VmName, options: &StartOptions) -> Result<VmState, Error> {
     let config = VmConfig::of_vm(vm)?;
     let manager = manager(&config);
     // Before anything is created that this user could not use.
-    if manager == Manager::Qemu
-        && systemd::has_unit()
-        && let Some(user) = systemd::user(vm)?
-    {
-        return Err(Error::UnitUser {
-            vm: vm.to_owned(),
-            user,
-        });
+    let unit_user = match manager == Manager::Qemu && systemd::has_unit() {
+        true => systemd::user(vm)?,
+        false => None,
+    };
+    let by_unit = unit_user.is_some();
+    if let Some(user) = unit_user {
+        // The unit gives QEMU no other arguments.
+        let plain = options.devices && options.qemu_args.is_empty();
+        if !plain || !systemd::has_qemu_unit() {
+            return Err(Error::UnitUser {
+                vm: vm.to_owned(),
+                user,
+            });
+        }
     }
     let _lock = lock_vm(vm)?;
     match manager {
@@ -131,6 +137,7 @@ pub fn start(vm: &VmName, options: &StartOptions) -> Result<VmState, Error> {
             }
             start_domain(vm, options)?;
         }
+        Manager::Qemu if by_unit => start_unit(vm, &config, options.limit)?,
         Manager::Qemu => start_qemu(vm, &config, options)?,
     }
     look(vm, &config)
@@ -147,17 +154,59 @@ fn start_domain(vm: &VmName, options: &StartOptions) -> Result<(), Error> {
     virsh::start(vm)
 }
 
-fn start_qemu(vm: &VmName, config: &VmConfig, options: &StartOptions) -> Result<(), Error> {
+/// Fails if QEMU runs.
+fn check_stopped(vm: &VmName) -> Result<(), Error> {
     match Monitor::connect(vm, Manager::Qemu, GREETING) {
-        Err(Error::NotRunning { .. }) => {}
-        Ok(monitor) => {
-            return Err(Error::Running {
-                vm: vm.to_owned(),
-                pid: monitor.pid().unwrap_or(0),
-            });
-        }
-        Err(error) => return Err(error),
+        Err(Error::NotRunning { .. }) => Ok(()),
+        Ok(monitor) => Err(Error::Running {
+            vm: vm.to_owned(),
+            pid: monitor.pid().unwrap_or(0),
+        }),
+        Err(error) => Err(error),
     }
+}
+
+/// Starts QEMU's unit, which starts the backend's.
+fn start_unit(vm: &VmName, config: &VmConfig, limit: Duration) -> Result<(), Error> {
+    check_stopped(vm)?;
+    check_memory(vm, config, &HostMemory::read().of_host())?;
+    let ours = match Backend::find(vm)? {
+        Some(mut backend) => {
+            attach_all(config, &mut backend)?;
+            false
+        }
+        None => {
+            // The configuration may be new on this host, such as after a migration.
+            systemd::reload()?;
+            true
+        }
+    };
+    let started = systemd::start_qemu(vm).and_then(|()| {
+        let monitor = Monitor::connect(vm, Manager::Qemu, limit);
+        monitor.map(drop).map_err(|error| Error::Failed {
+            what: "QEMU",
+            vm: vm.to_owned(),
+            why: format!(
+                "{} (its log: journalctl -u {})",
+                Chain(&error),
+                systemd::qemu_unit(vm)
+            ),
+        })
+    });
+    if started.is_err() {
+        let stopped = systemd::stop_qemu(vm).and_then(|()| match ours {
+            true => Backend::end(vm, false),
+            false => Ok(()),
+        });
+        if let Err(error) = stopped {
+            log::error!("{error}", error = Chain(&error));
+        }
+    }
+    started
+}
+
+fn start_qemu(vm: &VmName, config: &VmConfig, options: &StartOptions) -> Result<(), Error> {
+    check_stopped(vm)?;
     let memory = HostMemory::read();
     // A backend under systemd has the limits of its unit, and checks them itself at bus-master
     // enable.
@@ -192,15 +241,20 @@ fn run_qemu(
     options: &StartOptions,
     mut backend: Backend,
 ) -> Result<(), Error> {
-    // `farside detach` may have removed some from a running backend.
-    for device in config.device_ids() {
-        backend.attach(&device)?;
-    }
+    attach_all(config, &mut backend)?;
     let mut described = config.to_vm(vm);
     if !options.devices {
         described = without_devices(described);
     }
     qemu::start(&described, program, &options.qemu_args, options.limit).map(drop)
+}
+
+/// `farside detach` may have removed some devices from a running backend.
+fn attach_all(config: &VmConfig, backend: &mut Backend) -> Result<(), Error> {
+    let devices = config.device_ids();
+    devices
+        .iter()
+        .try_for_each(|device| backend.attach(device).map(drop))
 }
 
 fn program(config: &VmConfig) -> PathBuf {

@@ -64,6 +64,29 @@ impl Monitor {
     }
 
     fn open(vm: &VmName, path: &Path, limit: Duration) -> Result<Self, Error> {
+        Self::open_beyond(vm, path, limit, Process::is_service_manager)
+    }
+
+    /// Connects once more if the socket was the service manager's, that of `is_manager`, before: QEMU
+    /// has greeted, so it listens itself by now, and a new connection identifies its process.
+    fn open_beyond(
+        vm: &VmName,
+        path: &Path,
+        limit: Duration,
+        is_manager: impl FnOnce(&Process) -> bool,
+    ) -> Result<Self, Error> {
+        let monitor = Self::greet(vm, path, limit)?;
+        match monitor.process().is_some_and(is_manager) {
+            true => {
+                // QEMU serves one client at a time.
+                drop(monitor);
+                Self::greet(vm, path, limit)
+            }
+            false => Ok(monitor),
+        }
+    }
+
+    fn greet(vm: &VmName, path: &Path, limit: Duration) -> Result<Self, Error> {
         let deadline = Instant::now() + limit;
         let failed = |what: &str| Error::system(format!("{}: {what}", path.display()));
         let not_running = |hint: String| Error::NotRunning {
@@ -176,6 +199,15 @@ impl Monitor {
     fn error(&self, limit: Duration, error: QmpError) -> Error {
         let vm = self.vm.clone();
         match (error, &self.transport) {
+            (QmpError::Silent, Transport::Socket { path, process, .. })
+                if process.is_service_manager() =>
+            {
+                Error::MonitorWaits {
+                    vm,
+                    path: path.clone(),
+                    limit,
+                }
+            }
             (QmpError::Silent, Transport::Socket { path, process, .. }) => Error::MonitorSilent {
                 vm,
                 pid: process.pid(),

@@ -117,6 +117,12 @@ impl Process {
         self.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
+    /// Whether it is the system's service manager, which listens at the sockets of units until their
+    /// process has taken them over by listen(2).
+    pub(crate) fn is_service_manager(&self) -> bool {
+        self.pid == Pid::INIT
+    }
+
     /// Sends a signal. Returns `None` if the process has exited.
     pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
         match pidfd_send_signal(&self.pidfd, signal) {

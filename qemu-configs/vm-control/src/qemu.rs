@@ -210,6 +210,12 @@ fn kill_unanswering(monitor: &Path, pid_file: &Path, limit: Duration) -> io::Res
     match crate::monitor::connect_by(monitor, Instant::now() + limit) {
         Ok(stream) => {
             let process = Process::of_peer(&stream)?;
+            if process.is_service_manager() {
+                return Err(io::Error::other(format!(
+                    "the service manager listens at {}, and QEMU has not started: stop its unit",
+                    monitor.display()
+                )));
+            }
             process.kill_listener(&stream)?;
             Ok(process)
         }

@@ -1,4 +1,4 @@
-//! The backend as a systemd unit, if systemd runs this host and the unit is installed.
+//! The backend, and QEMU, as systemd units, if systemd runs this host and the units are installed.
 
 use std::{path::Path, process::Command, time::Duration};
 
@@ -7,6 +7,9 @@ use farside_daemon::{OutputError, VmName, output_within};
 use crate::{Error, places::from_env};
 
 const TEMPLATE: &str = "farside@.service";
+
+/// The unit of farside's examples that runs QEMU.
+const QEMU_TEMPLATE: &str = "farside-qemu@.service";
 
 /// More than systemd gives the unit to start (90 s) and to stop (TimeoutStopSec).
 const JOB: Duration = Duration::from_secs(120);
@@ -23,12 +26,35 @@ pub(crate) fn has_unit() -> bool {
         && run(&["cat", "--quiet", TEMPLATE]).is_ok()
 }
 
+/// Whether the unit that runs QEMU is installed, too.
+pub(crate) fn has_qemu_unit() -> bool {
+    run(&["cat", "--quiet", QEMU_TEMPLATE]).is_ok()
+}
+
 pub(crate) fn start(vm: &VmName) -> Result<(), Error> {
-    let started = run(&["start", &unit(vm)]).map(drop);
+    start_unit(&unit(vm))
+}
+
+/// Starts the unit that runs QEMU, and those that it requires.
+pub(crate) fn start_qemu(vm: &VmName) -> Result<(), Error> {
+    start_unit(&qemu_unit(vm))
+}
+
+/// Runs the generator, which gives the backend's socket unit the devices that are configured now.
+pub(crate) fn reload() -> Result<(), Error> {
+    run(&["daemon-reload"]).map(drop)
+}
+
+pub(crate) fn stop_qemu(vm: &VmName) -> Result<(), Error> {
+    run(&["stop", &qemu_unit(vm)]).map(drop)
+}
+
+fn start_unit(unit: &str) -> Result<(), Error> {
+    let started = run(&["start", unit]).map(drop);
     started.map_err(|error| match error {
         Error::Systemd { command, said } => Error::Systemd {
             command,
-            said: format!("{said} (its log: journalctl -u {})", unit(vm)),
+            said: format!("{said} (its log: journalctl -u {unit})"),
         },
         other => other,
     })
@@ -50,6 +76,10 @@ pub(crate) fn is_active(vm: &VmName) -> Result<bool, Error> {
 /// has no character that needs escaping.
 fn unit(vm: &VmName) -> String {
     format!("farside@{vm}.service")
+}
+
+pub(crate) fn qemu_unit(vm: &VmName) -> String {
+    format!("farside-qemu@{vm}.service")
 }
 
 /// The user of the unit, if it is not root.

@@ -46,6 +46,26 @@ fn a_greeting_is_taken() {
     assert!(monitor.wait_event(soon, |_| true).unwrap().is_none());
 }
 
+#[test]
+fn a_client_that_the_service_manager_took_connects_to_qemu_anew() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let qemu = thread::spawn(move || {
+        for _ in 0..2 {
+            let (mut peer, _) = listener.accept().unwrap();
+            peer.write_all(b"{\"QMP\":{}}\n{\"return\":{},\"id\":0}\n")
+                .unwrap();
+            io::copy(&mut peer, &mut io::sink()).unwrap();
+        }
+    });
+    let vm = "web1".parse().unwrap();
+    let monitor = Monitor::open_beyond(&vm, &path, LONG, |_| true).unwrap();
+    assert_eq!(monitor.pid(), Some(std::process::id()));
+    drop(monitor);
+    qemu.join().unwrap();
+}
+
 /// In its own process, this acts as a QEMU that exits on a connection.
 #[test]
 fn one_that_ends_while_somebody_connects_runs_no_more() {
