@@ -30,13 +30,17 @@ fn scenes(machine: &Machine) -> Result<()> {
     machine.sh("(echo 'worker-memory-max = \"512 MiB\"'
           cat /usr/share/doc/farside/examples/lender.toml) > /etc/farside/lender.toml
          cp /usr/share/doc/farside/examples/vm.toml /etc/farside/vm/web1.toml
-         echo 'socket-group = \"games\"' >> /etc/farside/vm/web1.toml
+         echo 'socket-group = \"farside-qemu\"' >> /etc/farside/vm/web1.toml
          install -o farside -g farside -m 600 /dev/null /var/lib/farside/disk0.img
          truncate -s 64M /var/lib/farside/disk0.img
          systemctl daemon-reload")?;
     by_sockets(machine)?;
     admits_the_group(machine)?;
     guest::uses_the_drive(machine)?;
+    guest::has_its_own_user(machine)?;
+    guest::needs_the_group(machine)?;
+    machine.sh(&format!("systemctl start {BACKEND_SOCKET}"))?;
+    answer(machine)?;
     comes_back(machine)?;
     ends(machine)?;
     foreign_sockets_are_refused(machine)?;
@@ -92,15 +96,31 @@ fn by_sockets(machine: &Machine) -> Result<()> {
         );
         exposure::is_small(&|script| machine.sh(script), unit)?;
     }
-    // Of the state, a backend sees that of VMs and the known lenders, not the images.
+    sees_its_own_state(machine)
+}
+
+/// Of the state, a backend sees that of VMs and the lenders that it remembers itself: not the images,
+/// nor what other backends and the lender remember.
+fn sees_its_own_state(machine: &Machine) -> Result<()> {
     let pid = machine.show(BACKEND, "MainPID")?;
     let seen = machine.sh(&format!(
-        "cd /proc/{pid}/root/var/lib/farside; ls; touch vm/here 2>&1 && echo written || true"
+        "set -e
+         install -d -m 700 -o farside -g farside /var/cache/farside/web2
+         echo '{{}}' > /var/cache/farside/web2/lenders.json
+         echo '{{}}' > /var/lib/farside/known/lenders.json
+         cd /proc/{pid}/root/var/lib/farside
+         ls . known ../../cache/farside
+         for file in vm/here here ../../cache/farside/here known/lenders.json; do
+             touch $file 2> /dev/null && echo written: $file || true
+         done
+         stat -c '%U %a %n' /var/cache/farside /var/cache/farside/web1 /var/cache/farside/web1/*
+         rm -r /var/lib/farside/known/lenders.json /var/cache/farside/web1/* /var/cache/farside/web2"
     ))?;
-    ensure!(
-        seen.starts_with("known\nvm\n") && !seen.contains("written"),
-        "{seen}"
-    );
+    let expected = ".:\nknown\nvm\n\n../../cache/farside:\nweb1\n\nknown:\n\
+         written: known/lenders.json\n\
+         root 755 /var/cache/farside\nfarside 700 /var/cache/farside/web1\n\
+         root 644 /var/cache/farside/web1/lenders.json\n";
+    ensure!(seen == expected, "{seen}");
     Ok(())
 }
 
@@ -127,14 +147,14 @@ fn admits_the_group(machine: &Machine) -> Result<()> {
          /run/farside/vm/web1/* /run/farside/lender.sock")?;
     // The backend, which may not change groups, has created the control socket.
     ensure!(
-        modes.contains("/disk0.sock farside:games 660")
-            && modes.contains("/web1 farside:games 2710")
-            && modes.contains("/control farside:games 600")
+        modes.contains("/disk0.sock farside:farside-qemu 660")
+            && modes.contains("/web1 farside:farside-qemu 2710")
+            && modes.contains("/control farside:farside-qemu 600")
             && modes.contains("/lender.sock farside:farside 600"),
         "{modes}"
     );
     let connect = "env FARSIDE_RUNTIME_DIR=/run/farside farside status --vm web1";
-    let member = format!("setpriv --reuid=nobody --regid=games --clear-groups {connect}");
+    let member = format!("setpriv --reuid=nobody --regid=farside-qemu --clear-groups {connect}");
     let stranger = format!("setpriv --reuid=nobody --regid=nogroup --clear-groups {connect}");
     machine.sh(&member)?;
     let said = machine.sh(&format!("{stranger} 2>&1 && echo connected || true"))?;
@@ -216,15 +236,15 @@ fn without_sockets(machine: &Machine) -> Result<()> {
     let unit = "/etc/systemd/system/farside@web1.service.d/group.conf";
     machine.sh(&format!(
         "mkdir -p $(dirname {unit})
-         printf '[Service]\\nSupplementaryGroups=games\\nSystemCallFilter=@chown\\n' > {unit}
+         printf '[Service]\\nSupplementaryGroups=farside-qemu\\nSystemCallFilter=@chown\\n' > {unit}
          systemctl daemon-reload
          systemctl start {BACKEND}
          farside status --vm web1"
     ))?;
     let modes = machine.sh("stat -c '%n %G %a' /run/farside/vm/web1 /run/farside/vm/web1/*")?;
     ensure!(
-        modes.contains("/vm/web1 games 710")
-            && modes.contains("/disk0.sock games 660")
+        modes.contains("/vm/web1 farside-qemu 710")
+            && modes.contains("/disk0.sock farside-qemu 660")
             && modes.contains("/status farside 600"),
         "{modes}"
     );
@@ -246,16 +266,16 @@ fn starts_as_the_units_user(machine: &Machine) -> Result<()> {
     let command = command.with_context(|| format!("no command is named: {said}"))?;
     machine.sh("set -e
          test ! -e /var/lib/farside/vm/web1
-         sed -i 's/poweroff -f/sleep 1000/' /etc/farside/vm/web1.toml
+         cp /etc/farside/vm/web1.toml /tmp
+         sed -i 's/poweroff -f/sleep 1000/; s|/var/lib/farside-qemu/web1|/var/lib/farside|' /etc/farside/vm/web1.toml
          usermod --append --groups kvm farside")?;
     let said = machine.sh(&format!("{command} 2>&1"))?;
     ensure!(said.contains("VM web1 runs"), "{command}: {said}");
     let user = machine.sh("stat -c %U /proc/$(cat /run/farside/vm/web1/qemu.pid)")?;
     ensure!(user == "farside\n", "QEMU runs as {user}");
-    machine.sh(&format!(
-        "farside stop web1 --limit 0 --force 2>&1 && rm {}",
-        guest::CONSOLE
-    ))?;
+    machine.sh("farside stop web1 --limit 0 --force 2>&1
+         rm /var/lib/farside/console
+         mv /tmp/web1.toml /etc/farside/vm/")?;
     Ok(())
 }
 
@@ -273,7 +293,7 @@ fn has_a_network_where_it_is_configured(machine: &Machine) -> Result<()> {
          cp -a /etc/farside /tmp/etc-farside
          sed -i '1i listen = [\"{ADDRESS}\"]' /etc/farside/lender.toml
          sed -i 's/^model.nvme.*/&\\nborrowers = [\"network\"]/' /etc/farside/lender.toml
-         sed -i '/^socket-group/d; 1i lenders = [\"{ADDRESS}\"]' /etc/farside/vm/web1.toml
+         sed -i '1i lenders = [\"{ADDRESS}\"]' /etc/farside/vm/web1.toml
          systemctl daemon-reload
          systemctl restart {LENDER}"
     ))?;
@@ -287,7 +307,6 @@ fn has_a_network_where_it_is_configured(machine: &Machine) -> Result<()> {
         exposure::is_small(&|script| machine.sh(script), unit)?;
     }
     // Backend, worker and guest, in their units, over the network.
-    machine.sh("sed -i 's/sleep 1000/poweroff -f/' /etc/farside/vm/web1.toml")?;
     guest::runs(machine)?;
     let said = machine.sh(&format!("journalctl --no-pager -u {LENDER} | tail -n 20"))?;
     ensure!(
@@ -357,6 +376,7 @@ fn purged_while_it_runs(machine: &Machine) -> Result<()> {
     ensure!(left.is_empty(), "left after purge: {left}");
     let units = machine.sh("systemctl list-units --no-legend --plain 'farside*'")?;
     ensure!(units.is_empty(), "units after purge: {units}");
+    machine.sh("test ! -e /var/cache/farside && test ! -e /var/lib/farside-qemu")?;
     // Files of the user remain.
     machine.sh("test -e /etc/farside/vm/web1.toml")?;
     let stored = machine.sh("ls /var/lib/farside")?;

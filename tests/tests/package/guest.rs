@@ -1,17 +1,21 @@
 //! A guest whose backend and QEMU are units: the effects of hardening show only when a
 //! device is really used.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
-use crate::machine::Machine;
+use crate::{exposure, machine::Machine};
 
 const QEMU: &str = "farside-qemu@web1.service";
-const TEMPLATE: &str = "farside-qemu@.service";
+const QEMU_SOCKET: &str = "farside-qemu@web1.socket";
+const BACKEND_SOCKET: &str = "farside@web1.socket";
+const BACKEND: &str = "farside@web1.service";
+/// The examples of units.
+const TEMPLATES: [&str; 2] = ["farside-qemu@.service", "farside-qemu@.socket"];
 const UNITS: &str = "/etc/systemd/system";
 const DESCRIPTION: &str = "/etc/farside/vm/web1.toml";
 const IMAGE: &str = "/var/lib/farside/disk0.img";
 /// The output of the guest.
-pub const CONSOLE: &str = "/var/lib/farside/web1.console";
+const CONSOLE: &str = "/var/lib/farside-qemu/web1/console";
 
 /// The control group of the worker of its lease.
 const WORKER: &str = "/sys/fs/cgroup/system.slice/farside-lender.service/worker-disk0-*";
@@ -32,10 +36,9 @@ pub fn uses_the_drive(machine: &Machine) -> Result<()> {
 
 /// The guest of the VM configuration runs as a unit, and uses the disk.
 pub fn runs(machine: &Machine) -> Result<()> {
+    install(machine)?;
     machine.sh(&format!(
-        "install -m 644 /usr/share/doc/farside/examples/{TEMPLATE} {UNITS}/
-         systemctl daemon-reload
-         echo by-the-host | dd of={IMAGE} conv=notrunc status=none"
+        "echo by-the-host | dd of={IMAGE} conv=notrunc status=none"
     ))?;
     // Units, sockets, lender, limits, QEMU: the VM has all it needs.
     machine.sh("farside doctor --timeout 120 web1 2>&1")?;
@@ -70,8 +73,170 @@ pub fn runs(machine: &Machine) -> Result<()> {
         "dd if={IMAGE} bs=512 skip=1 count=1 status=none | head -n 1"
     ))?;
     ensure!(written == "by-the-guest\n", "the guest wrote {written:?}");
-    machine.sh(&format!("rm {CONSOLE} {UNITS}/{TEMPLATE}"))?;
+    remove(machine)
+}
+
+fn install(machine: &Machine) -> Result<()> {
+    for template in TEMPLATES {
+        machine.sh(&format!(
+            "install -m 644 /usr/share/doc/farside/examples/{template} {UNITS}/"
+        ))?;
+    }
+    machine.sh("systemctl daemon-reload").map(drop)
+}
+
+fn remove(machine: &Machine) -> Result<()> {
+    for template in TEMPLATES {
+        machine.sh(&format!("rm {UNITS}/{template}"))?;
+    }
+    machine.sh(&format!("rm {CONSOLE}; systemctl daemon-reload"))?;
     Ok(())
+}
+
+/// Where QEMU's user tries to write: in its own directory it can.
+const DIRECTORIES: &str = "/run/farside /run/farside/vm /run/farside/vm/web1 /run/farside/vm/web2 \
+    /var/lib/farside /var/lib/farside/vm /var/cache/farside /etc/farside /var/lib/farside-qemu \
+    /var/lib/farside-qemu/web1";
+
+/// `farside start` of root runs QEMU by its unit, as a user that reaches its VM's devices and nothing
+/// else of farside; root's commands reach its monitor.
+pub fn has_its_own_user(machine: &Machine) -> Result<()> {
+    install(machine)?;
+    machine.sh(&format!("sed -i 's/poweroff -f/sleep 1000/' {DESCRIPTION}"))?;
+    let said = machine.sh("farside start web1 2>&1")?;
+    let pid = machine.show(QEMU, "MainPID")?;
+    ensure!(
+        said.contains(&format!("VM web1 runs (QEMU is process {pid})")),
+        "{said}"
+    );
+    // The guest has used the disk. What follows would slow down its start.
+    machine
+        .sh(&format!(
+            "until grep -q 'records out' {CONSOLE}; do kill -0 {pid} || exit 1; sleep 0.2; done"
+        ))
+        .with_context(|| console(machine))?;
+    let process = machine.sh(&format!(
+        "cat /proc/{pid}/status; tr '\\0' ' ' < /proc/{pid}/cmdline"
+    ))?;
+    let uid = machine.sh("id -u farside-qemu")?;
+    let has = [
+        &format!("\nUid:\t{0}\t{0}\t{0}\t{0}\n", uid.trim()),
+        "\nCapBnd:\t0000000000000000\n",
+        "\nNoNewPrivs:\t1\n",
+        "\nSeccomp:\t2\n",
+        "fd=3,server=on,wait=off -qmp chardev:qmp ",
+    ];
+    ensure!(has.iter().all(|part| process.contains(part)), "{process}");
+    exposure::is_small(&|script| machine.sh(script), QEMU)?;
+    reaches_its_devices_alone(machine, &pid)?;
+    // The commands of root, and what the backend does for them, reach the monitor.
+    let said = machine.sh("set -e; exec 2>&1
+         farside status --vm web1
+         install -o farside -g farside -m 600 /dev/null /var/lib/farside/disk1.img
+         truncate -s 64M /var/lib/farside/disk1.img
+         farside lend --add --nvme disk1=/var/lib/farside/disk1.img
+         farside attach web1 disk1
+         farside detach web1 disk0
+         farside stop web1 --limit 0 --force
+         farside lend --remove disk1
+         rm /var/lib/farside/disk1.img")?;
+    let done = [
+        "disk1 is plugged into VM web1",
+        "disk0 is returned",
+        "VM web1 is stopped",
+    ];
+    ensure!(done.iter().all(|part| said.contains(part)), "{said}");
+    for unit in [QEMU, QEMU_SOCKET] {
+        let state = machine.sh(&format!(
+            "n=0; while [ $(systemctl show --value -p ActiveState {unit}) != inactive ]; do
+                 n=$((n + 1)); [ $n -lt 300 ] || break; sleep 0.1
+             done
+             systemctl show -p ActiveState,Result {unit}"
+        ))?;
+        ensure!(
+            state == "Result=success\nActiveState=inactive\n",
+            "{unit}: {state}"
+        );
+    }
+    machine.sh("test ! -e /run/farside/vm/web1/qmp && rm -r /var/lib/farside/vm/web1")?;
+    Ok(())
+}
+
+fn reaches_its_devices_alone(machine: &Machine, pid: &str) -> Result<()> {
+    // Another VM's monitor.
+    machine.sh(&format!(
+        "install -d -m 711 -o farside -g farside /run/farside/vm/web2
+         printf '[Socket]\nListenStream=/run/farside/vm/web2/qmp\nSocketUser=farside\n\
+             SocketMode=0600\nAccept=yes\n' > {UNITS}/other.socket
+         printf '[Service]\nExecStart=/bin/true\n' > {UNITS}/other@.service
+         systemctl daemon-reload && systemctl start other.socket"
+    ))?;
+    let tries = format!(
+        "for path in {DIRECTORIES}; do touch $path/here 2> /dev/null && echo written: $path; done
+         for path in lender.sock vm/web1/disk0.sock vm/web1/qmp vm/web2/qmp; do
+             test -w /run/farside/$path && echo opens: $path
+         done; true"
+    );
+    let user = |name: &str| format!("setpriv --reuid={name} --regid={name} --init-groups");
+    let as_qemu = user("farside-qemu");
+    let expected = "written: /var/lib/farside-qemu/web1\nopens: vm/web1/disk0.sock\n";
+    let seen = machine.sh(&format!("{as_qemu} sh -c '{tries}'"))?;
+    ensure!(seen == expected, "as QEMU's user: {seen}");
+    // In the unit, it does not even see what belongs to others.
+    let inside = machine.sh(&format!(
+        "nsenter --mount --target {pid} {as_qemu} sh -c '{tries}
+         ls /run/farside /run/farside/vm /var/lib/farside-qemu'"
+    ))?;
+    let listed = "/run/farside:\nvm\n\n/run/farside/vm:\nweb1\n\n/var/lib/farside-qemu:\nweb1\n";
+    ensure!(
+        inside == format!("{expected}{listed}"),
+        "in QEMU's unit: {inside}"
+    );
+    let namespaces = machine.sh(&format!("readlink /proc/1/ns/pid /proc/{pid}/ns/pid"))?;
+    let [first, own] = namespaces.lines().collect::<Vec<_>>()[..] else {
+        bail!("{namespaces}");
+    };
+    ensure!(first != own, "QEMU sees the processes of the host");
+    // connect(2) itself. farside's user gets further: that socket is no lender's.
+    for path in ["lender.sock", "vm/web1/qmp", "vm/web2/qmp"] {
+        let connect = format!("farside devices --lender /run/farside/{path} 2>&1 || true");
+        let refused = machine.sh(&format!("{as_qemu} {connect}"))?;
+        let taken = machine.sh(&format!("{} {connect}", user("farside")))?;
+        ensure!(
+            refused.contains("ermission denied") && !taken.contains("ermission denied"),
+            "{path}: {refused}; {taken}"
+        );
+    }
+    machine.sh(&format!(
+        "systemctl stop other.socket
+         rm -r {UNITS}/other.socket {UNITS}/other@.service /run/farside/vm/web2
+         rm /var/lib/farside-qemu/web1/here"
+    ))?;
+    Ok(())
+}
+
+/// Without the group, QEMU cannot connect to its devices, and the remedy is named.
+pub fn needs_the_group(machine: &Machine) -> Result<()> {
+    let said = machine.sh(&format!(
+        "sed -i 's/^socket-group/# &/; s/sleep 1000/poweroff -f/' {DESCRIPTION}
+         systemctl stop {BACKEND_SOCKET} {BACKEND} 2>&1
+         systemctl daemon-reload
+         systemctl start {QEMU}
+         n=0; until systemctl is-failed --quiet {QEMU}; do
+             n=$((n + 1)); [ $n -lt 300 ] || exit 1; sleep 0.1
+         done
+         journalctl --no-pager -u {QEMU} | tail -n 30
+         sed -i 's/^# socket-group = \"farside-qemu\"$/socket-group = \"farside-qemu\"/' {DESCRIPTION}
+         systemctl reset-failed {QEMU}
+         systemctl stop {BACKEND_SOCKET} {BACKEND} 2>&1
+         systemctl daemon-reload"
+    ))?;
+    ensure!(
+        said.contains("device disk0 of VM web1")
+            && said.contains("set `socket-group = \"farside-qemu\"`"),
+        "{said}"
+    );
+    remove(machine)
 }
 
 /// Adds QEMU and the guest's kernel to the VM configuration.

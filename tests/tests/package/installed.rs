@@ -53,7 +53,7 @@ pub fn it_brings_what_is_needed_and_goes_without_a_trace(stage: &Stage) -> Resul
         test -s /usr/share/fish/vendor_completions.d/farside.fish")?;
     // Beside the user's hook, not in its place.
     sh("test -x /etc/libvirt/hooks/qemu.d/farside && test ! -e /etc/libvirt/hooks/qemu")?;
-    sh("getent passwd farside | grep -q nologin")?;
+    sh("getent passwd farside | grep -q nologin && getent passwd farside-qemu | grep -q nologin")?;
     let owner = sh("stat -c '%U:%G %a' /var/lib/farside")?;
     ensure!(owner.trim() == "farside:farside 750", "{owner}");
 
@@ -127,7 +127,8 @@ fn generator(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
 fn units(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
     let units = "farside@web1.service farside@web1.socket farside@web2.service \
                  farside@web2.socket farside-lender.service farside-lender.socket \
-                 farside-vfio.service";
+                 farside-vfio.service farside-qemu@web1.service farside-qemu@web1.socket";
+    sh("cp /usr/share/doc/farside/examples/farside-qemu@.* /etc/systemd/system")?;
     let said = sh(&format!("systemd-analyze verify --man=yes {units} 2>&1"))?;
     ensure!(!said.contains("farside"), "systemd-analyze verify: {said}");
     // With all drop-ins: web2 and the lender have access to the network, the lender to VFIO.
@@ -140,11 +141,13 @@ fn units(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
         "farside@web2.service",
         "farside-lender.service",
         "farside-vfio.service",
+        "farside-qemu@web1.service",
     ] {
         exposure::is_small(sh, &format!("--offline=true --root=/ {unit}"))?;
     }
     sh(
-        "rm -r /etc/systemd/system/farside*.d /etc/farside/vm/web2.toml
+        "rm -r /etc/systemd/system/farside*.d /etc/systemd/system/farside-qemu@.* \
+            /etc/farside/vm/web2.toml
         cp /usr/share/doc/farside/examples/lender.toml /etc/farside/lender.toml",
     )?;
     Ok(())
