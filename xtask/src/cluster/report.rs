@@ -230,7 +230,13 @@ mod tests {
         let report = Report {
             same_host: Some(Facts::default()),
             two_hosts: Some(Facts::default()),
-            network: Some(NetworkFacts::default()),
+            network: Some(NetworkFacts {
+                moves_s: vec![1.0],
+                cold_off_s: vec![1.0],
+                live_downtime_ms: vec![1.0],
+                live_without_devices_s: vec![1.0],
+                ..NetworkFacts::default()
+            }),
             vfs: Some(VfFacts {
                 vfs_lent: 2,
                 bytes_mapped: vec![1, 1],
