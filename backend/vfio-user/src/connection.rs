@@ -257,9 +257,14 @@ impl Connection {
         self.outbox.flush(self.socket.as_fd())
     }
 
-    /// Whether the last read emptied the socket and all its messages have been returned.
-    /// Another [`receive`](Self::receive) would only get EAGAIN; data that arrived
-    /// since makes the socket readable.
+    /// Data may have arrived since the last read, and the socket have been reported readable for it.
+    pub(super) fn may_have_more(&mut self) {
+        self.emptied = false;
+    }
+
+    /// Whether the last read, since [`may_have_more`](Self::may_have_more), emptied the socket and all
+    /// its messages have been returned. Another [`receive`](Self::receive) would only get EAGAIN; data
+    /// that arrived since makes the socket readable.
     pub(super) fn is_emptied(&self) -> bool {
         self.emptied && !self.ending && self.front + self.consumed == self.filled
     }

@@ -65,6 +65,9 @@ pub fn pump(
     handler: &mut impl Handler,
     budget: usize,
 ) -> Result<Pumped, ConnectionError> {
+    // Messages of an earlier read may be left; what has arrived behind them may have been reported
+    // while a request was held.
+    connection.may_have_more();
     for served in 0..budget {
         // Skip the recvmsg that would only return EAGAIN: whatever arrives later makes
         // the socket readable.

@@ -32,3 +32,23 @@ fn an_answer_may_come_later_and_holds_up_what_follows() {
     assert_eq!(wire.received().unwrap().id, 1);
     assert_eq!(wire.received().unwrap().id, 2);
 }
+
+/// The event loop is told of the third request once, while the first is held.
+#[test]
+fn what_arrives_while_an_answer_is_due_is_served_after_what_was_read_before() {
+    let mut wire = Wire::negotiated();
+    wire.server.read_ahead();
+    wire.device.defer_reset = Some(None);
+    let info = |id| message(id, GET_INFO, 0, &words(&[16, 0, 0, 0]));
+    wire.send(&message(1, RESET, 0, &[]));
+    wire.send(&info(2));
+    assert_eq!(wire.run().unwrap(), Pumped::Later);
+    wire.send(&info(3));
+
+    let to = wire.device.defer_reset.take().flatten().unwrap();
+    wire.server.send(to, Ok(Reply::Done)).unwrap();
+    assert_eq!(wire.run().unwrap(), Pumped::Idle);
+    for id in 1..=3 {
+        assert_eq!(wire.received().unwrap().id, id);
+    }
+}
