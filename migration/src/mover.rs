@@ -152,12 +152,9 @@ impl<'a> Mover<'a> {
             }
             Step::ShutDown => {
                 let strategy = &self.journal.strategy;
-                let asked = Instant::now();
+                self.interrupted = strategy.is_live().then(Instant::now);
                 strategy.release(self.host, &vm, limit)?;
-                self.interrupted = Some(match strategy.is_live() {
-                    true => asked,
-                    false => Instant::now(),
-                });
+                self.interrupted.get_or_insert_with(Instant::now);
                 Step::Return
             }
             Step::Return => {

@@ -161,7 +161,7 @@ impl Facts {
                 ram > 0 && self.borrower_bytes_mapped == ram,
             ),
             check(
-                "nothing was mapped after the diskr let go",
+                "nothing was mapped after the driver let go",
                 self.dmar_mappings_after_unbind == 0,
             ),
             check(

@@ -109,7 +109,7 @@ pub fn a_guest_outlasts_a_cut_longer_than_its_drivers_limit(stage: &Stage) -> Re
     ensure!(ended.starts_with("0\n"), "{ended}");
     ensure!(
         ended.contains("reset controller"),
-        "the diskr has not reset: {ended}"
+        "the driver has not reset: {ended}"
     );
     chain.verify(&guest)?;
     Ok(Completion::Completed)
