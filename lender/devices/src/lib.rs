@@ -84,6 +84,25 @@ pub trait Device: Send {
     /// PCIe 6.6). The owner has quiesced the device; the reset also resumes it.
     fn reset(&mut self);
 
+    /// Bytes of the state that outlives the device's process; 0 if it has none.
+    fn state_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Keeps the state in `memory`, [`Device::state_bytes`] of the borrower's, in a way that another process can
+    /// go on from any instruction of this one. With `resume`, goes on with what such a process has left there;
+    /// returns whether there was anything. The device has been reset. Other processes may write to the memory: it is
+    /// read once, and what is found there does nothing that a guest could not do.
+    ///
+    /// # Errors
+    /// What is there is invalid, or of another version, as text.
+    fn set_state(&mut self, _memory: HostSlice, _resume: bool) -> Result<bool, String> {
+        Err("the device has no state that outlives its process".into())
+    }
+
+    /// Leaves the state as it is from now on.
+    fn detach_state(&mut self) {}
+
     /// Flushes all writes to the medium and waits for completion, after
     /// [`Device::quiesce`] has succeeded. A no-op for a device without a medium.
     fn flush(&mut self) -> std::io::Result<()> {

@@ -127,7 +127,7 @@ fn delete_cq(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
 /// 5.6. Completes after the queue's last command.
 fn delete_sq(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
     nvme.queues
-        .start_delete_sq(command.cdw(10) as u16, command.id())?;
+        .start_delete_sq(command.cdw(10) as u16, command.id(), nvme.executing)?;
     Ok(Outcome::Open)
 }
 
@@ -209,9 +209,13 @@ fn abort(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outcom
     if !nvme.queues.has_sq(sq_id) {
         return Err(Status::INVALID_FIELD);
     }
-    if sq_id == 0 && nvme.events.is_open(command_id) && nvme.queues.reserve_completion(0) {
-        nvme.events.close(command_id);
-        nvme.complete(bus, 0, command_id, Err(Status::ABORT_REQUESTED), None);
+    if sq_id == 0
+        && nvme.events.is_open(command_id)
+        && nvme.queues.reserve_completion(0)
+        && let Some(entry) = nvme.events.close(command_id)
+    {
+        let aborted = Err(Status::ABORT_REQUESTED);
+        nvme.complete(bus, 0, (command_id, entry), aborted, None);
         return DONE;
     }
     Ok(Outcome::Done(NOT_ABORTED))
@@ -240,7 +244,8 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
         }
         features::QUEUE_COUNT if nvme.queues.has_io_queues() => Err(Status::COMMAND_SEQUENCE_ERROR),
         features::WRITE_CACHE => {
-            let was_on = nvme.features.write_cache;
+            // A process before this one may have set it, and not have flushed.
+            let was_on = nvme.features.write_cache || nvme.recovering;
             nvme.features.set(feature, command.cdw(11))?;
             // Flush before the cache is disabled.
             match was_on && !nvme.features.write_cache && !nvme.namespace.read_only {
@@ -280,7 +285,7 @@ fn get_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
 
 /// 5.2.
 fn async_event_request(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
-    if !nvme.events.open(command.id()) {
+    if !nvme.events.open(command.id(), nvme.executing) {
         return Err(Status::TOO_MANY_EVENT_REQUESTS);
     }
     // It may stay open indefinitely, so it must not reserve a completion entry.

@@ -21,7 +21,7 @@ use farside_fabric::{Access, Fault, Iova, memory::HostSlice};
 use super::{
     admin,
     block::{BlockError, BlockQueue, Durability, Image, RemoteMedium, Tag},
-    command::DataPointer,
+    command::{Command, DataPointer},
     config::{Config, ConfigError},
     events::{Event, Events},
     features::Features,
@@ -33,6 +33,7 @@ use super::{
     queues::{CompletionQueue, DoorbellError, Queues, SubmissionQueue},
     registers::{Configuration, MAX_PAGE_SHIFT, Registers, Shutdown},
     slots::{IO_SLOTS, RESERVED_SLOTS, Slots, Work},
+    state::{Entry, InFlight, saved::Answered},
     stats::Stats,
     status::Status,
 };
@@ -65,12 +66,23 @@ pub struct Nvme {
     pub(super) stats: Stats,
     /// Message address, data and control of each vector: plain storage, interpreted by
     /// the borrower.
-    msix_table: Box<[u8]>,
+    pub(super) msix_table: Box<[u8]>,
     /// CC.EN was cleared and I/O is still in flight.
-    draining: bool,
+    pub(super) draining: bool,
     /// The flush of a shutdown is in flight.
     shutdown_flush: bool,
-    quiesced: bool,
+    pub(super) quiesced: bool,
+    /// The command that is being executed.
+    pub(super) executing: Entry,
+    /// Something that is saved has changed.
+    pub(super) changed: bool,
+    /// The result of the last admin command.
+    pub(super) answered: Option<Answered>,
+    pub(super) flush_failed: bool,
+    /// The commands that a process before this one has left in flight, until the device can reach guest memory.
+    pub(super) recovery: Option<Vec<InFlight>>,
+    /// They are being executed.
+    pub(super) recovering: bool,
     /// The I/O queue that the next round starts with.
     turn: usize,
     /// Number of guest errors logged.
@@ -169,6 +181,12 @@ impl Nvme {
             draining: false,
             shutdown_flush: false,
             quiesced: false,
+            executing: Entry::default(),
+            changed: false,
+            answered: None,
+            flush_failed: false,
+            recovery: None,
+            recovering: false,
             turn: 0,
             guest_errors_logged: 0,
         })
@@ -197,8 +215,9 @@ impl Nvme {
     }
 
     /// DMA to a queue or its doorbells has faulted: only CSTS can report it (9.5).
-    fn fatal(&mut self, fault: Fault) {
+    pub(super) fn fatal(&mut self, fault: Fault) {
         if !self.registers.csts.fatal {
+            self.changed = true;
             self.log_guest_error(format_args!("controller fatal status: {fault}"));
             self.registers.csts.fatal = true;
         }
@@ -223,6 +242,7 @@ impl Nvme {
             && !self.draining
             && !self.quiesced
             && csts.shutdown == Shutdown::None
+            && self.recovery.is_none()
     }
 
     fn write_configuration(&mut self, value: u32, bus: &mut Bus<'_>) {
@@ -234,7 +254,12 @@ impl Nvme {
         }
         match (old.enabled(), new.enabled()) {
             (false, true) if !self.draining => self.enable(),
-            (true, false) => self.draining = true,
+            (true, false) => {
+                self.draining = true;
+                self.recovery = None;
+                // Before counters of its queues are used anew.
+                self.save();
+            }
             _ => {}
         }
         self.advance(bus);
@@ -278,6 +303,7 @@ impl Nvme {
     fn advance(&mut self, bus: &mut Bus<'_>) {
         if self.registers.csts.shutdown == Shutdown::Occurring
             && !self.shutdown_flush
+            && self.recovery.is_none()
             && self.slots.busy() == 0
         {
             self.start_shutdown_flush();
@@ -293,6 +319,7 @@ impl Nvme {
     fn start_shutdown_flush(&mut self) {
         if self.namespace.read_only {
             self.registers.csts.shutdown = Shutdown::Complete;
+            self.changed = true;
             return;
         }
         if let Some(tag) = self.slots.take() {
@@ -306,12 +333,16 @@ impl Nvme {
 
     /// No I/O is in flight: completes the controller reset (7.3.2).
     fn finish_disable(&mut self, bus: &mut Bus<'_>) {
+        self.end_session();
+        self.queues.update_line(bus.irq, 0);
+    }
+
+    pub(super) fn end_session(&mut self) {
         self.draining = false;
         self.forget_session();
         self.registers.csts.ready = false;
         self.registers.csts.fatal = false;
         self.registers.csts.shutdown = Shutdown::None;
-        self.queues.update_line(bus.irq, 0);
         if self.registers.cc.enabled() {
             // The guest did not wait for CSTS.RDY.
             self.enable();
@@ -324,7 +355,13 @@ impl Nvme {
         self.events.clear();
         self.features = Features::new(self.vectors() - 1);
         self.registers.interrupt_mask = 0;
+        self.queues.state.mask(0);
+        self.queues.state.new_session();
         self.turn = 0;
+        self.answered = None;
+        self.flush_failed = false;
+        self.recovery = None;
+        self.changed = true;
     }
 
     fn fetch_all(&mut self, bus: &mut Bus<'_>) -> Result<bool, Fault> {
@@ -333,6 +370,7 @@ impl Nvme {
         for step in 0..count {
             if let Some(id) = self.queues.io_queue((self.turn + step) % count) {
                 self.queues.refresh_tail(bus.dma, id)?;
+                self.save_changes();
                 busy |= self.fetch_from(id, bus)?;
             }
         }
@@ -354,33 +392,38 @@ impl Nvme {
             if !self.has_slot_for(id) || !self.may_fetch(bus) {
                 return Ok(fetched > 0);
             }
-            let Some(command) = self.queues.fetch(bus.dma, id)? else {
+            let Some((command, entry)) = self.queues.fetch(bus.dma, id)? else {
                 return Ok(fetched > 0);
             };
-            let outcome = match id {
-                0 => {
-                    self.stats.admin_commands += 1;
-                    admin::execute(self, &command, bus)
-                }
-                _ => {
-                    self.stats.io_commands += 1;
-                    io::execute(self, id, &command, bus)
-                }
-            };
-            let lba = match id {
-                0 => 0,
-                _ => command.starting_lba(),
-            };
-            let about = Some((lba, command.nsid()));
-            match outcome {
-                Ok(Outcome::Done(result)) => {
-                    self.complete(bus, id, command.id(), Ok(result), about);
-                }
-                Ok(Outcome::InFlight | Outcome::Open) => {}
-                Err(status) => self.complete(bus, id, command.id(), Err(status), about),
-            }
+            self.execute(id, &command, entry, bus);
         }
         Ok(true)
+    }
+
+    /// Executes a command of queue `id`.
+    pub(super) fn execute(&mut self, id: u16, command: &Command, entry: Entry, bus: &mut Bus<'_>) {
+        self.executing = entry;
+        let outcome = match id {
+            0 => {
+                self.stats.admin_commands += 1;
+                admin::execute(self, command, bus)
+            }
+            _ => {
+                self.stats.io_commands += 1;
+                io::execute(self, id, command, bus)
+            }
+        };
+        let lba = match id {
+            0 => 0,
+            _ => command.starting_lba(),
+        };
+        let about = Some((lba, command.nsid()));
+        let command = (command.id(), entry);
+        match outcome {
+            Ok(Outcome::Done(result)) => self.complete(bus, id, command, Ok(result), about),
+            Ok(Outcome::InFlight | Outcome::Open) => {}
+            Err(status) => self.complete(bus, id, command, Err(status), about),
+        }
     }
 
     /// Posts a completion. `about` is the LBA and namespace for the error log.
@@ -388,7 +431,7 @@ impl Nvme {
         &mut self,
         bus: &mut Bus<'_>,
         sq_id: u16,
-        command_id: u16,
+        (command_id, entry): (u16, Entry),
         result: Result<u32, Status>,
         about: Option<(u64, u32)>,
     ) {
@@ -407,10 +450,29 @@ impl Nvme {
                 (0, status.with_more())
             }
         };
-        if let Err(fault) = self
+        if sq_id == 0 {
+            self.save_answer(Some(Answered {
+                sequence: entry.sequence,
+                result: dword,
+                status: status.bits(),
+            }));
+        }
+        self.post(bus, sq_id, (command_id, entry), dword, status);
+    }
+
+    /// Posts a completion that is in the error log, and saved if it is an admin command's.
+    pub(super) fn post(
+        &mut self,
+        bus: &mut Bus<'_>,
+        sq_id: u16,
+        command: (u16, Entry),
+        result: u32,
+        status: Status,
+    ) {
+        let posted = self
             .queues
-            .complete(bus.dma, sq_id, command_id, dword, status)
-        {
+            .complete(bus.dma, sq_id, command, result, status);
+        if let Err(fault) = posted {
             self.fatal(fault);
         }
     }
@@ -436,10 +498,16 @@ impl Nvme {
     fn finish_io(&mut self, tag: Tag, result: Result<(), BlockError>, bus: &mut Bus<'_>) {
         let work = self.slots[tag].work;
         io::note_medium(self, work, result);
+        if result.is_err() && matches!(work, Work::Flush | Work::Shutdown) && !self.flush_failed {
+            // Before the command completes: executed again, it would succeed.
+            self.flush_failed = true;
+            self.save();
+        }
         if work == Work::Shutdown {
             self.shutdown_flush = false;
             if self.registers.csts.shutdown == Shutdown::Occurring {
                 self.registers.csts.shutdown = Shutdown::Complete;
+                self.changed = true;
             }
             self.release(tag);
             return;
@@ -453,11 +521,11 @@ impl Nvme {
             },
         };
         let slot = &self.slots[tag];
-        let (sq_id, command_id) = (slot.sq_id, slot.command_id);
+        let (sq_id, command) = (slot.sq_id, (slot.command_id, slot.entry));
         let about = Some((slot.lba, slot.nsid));
         self.release(tag);
         if !self.draining {
-            self.complete(bus, sq_id, command_id, status, about);
+            self.complete(bus, sq_id, command, status, about);
         }
     }
 
@@ -480,8 +548,8 @@ impl Nvme {
         }
         let mut busy = false;
         while self.events.is_due() && self.queues.reserve_completion(0) {
-            if let Some((command_id, result)) = self.events.take() {
-                self.complete(bus, 0, command_id, Ok(result), None);
+            if let Some((command, result)) = self.events.take() {
+                self.complete(bus, 0, command, Ok(result), None);
                 busy = true;
             }
         }
@@ -489,7 +557,7 @@ impl Nvme {
     }
 
     fn run(&mut self, bus: &mut Bus<'_>) -> bool {
-        let mut busy = false;
+        let mut busy = self.recover(bus);
         if self.may_fetch(bus) {
             match self.fetch_all(bus) {
                 Ok(fetched) => busy |= fetched,
@@ -497,8 +565,8 @@ impl Nvme {
             }
         }
         busy |= self.turn_block(bus);
-        while let Some(command_id) = self.queues.take_deleted() {
-            self.complete(bus, 0, command_id, Ok(0), None);
+        while let Some(command) = self.queues.take_deleted() {
+            self.complete(bus, 0, command, Ok(0), None);
             busy = true;
         }
         busy |= self.report_events(bus);
@@ -513,13 +581,14 @@ impl Nvme {
         }
         self.queues
             .interrupt(bus.irq, self.registers.interrupt_mask);
+        self.save_changes();
         busy
     }
 
     /// Enables the guest's notifications, then returns whether there is work already.
     fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> Result<bool, Fault> {
         if !self.may_fetch(bus) {
-            return Ok(false);
+            return Ok(self.can_recover(bus));
         }
         let line = bus.irq.intx_in_use();
         self.queues.publish_events(bus.dma, line)?;
@@ -535,6 +604,7 @@ impl Nvme {
             self.queues.refresh_asserting(bus.dma, mask)?;
             self.queues.update_line(bus.irq, mask);
         }
+        self.save_changes();
         Ok(pending || self.queues.has_errors())
     }
 

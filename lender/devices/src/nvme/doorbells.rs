@@ -13,7 +13,10 @@
 
 use farside_fabric::{Access, Fault, Iova};
 
-use super::ring::GuestRange;
+use super::{
+    ring::GuestRange,
+    state::saved::{SavedBuffer, SavedShadow},
+};
 use crate::Dma;
 
 /// One of the two doorbells of a queue pair.
@@ -54,6 +57,9 @@ pub struct DoorbellBuffer {
     /// recent writes to memory. Until then the registers are authoritative, and a zero
     /// in memory is not a value.
     live: bool,
+    base: (Iova, Iova),
+    /// [`DoorbellBuffer::saved`] or [`Shadow::saved`] of a queue has changed.
+    changed: bool,
 }
 
 impl DoorbellBuffer {
@@ -63,7 +69,32 @@ impl DoorbellBuffer {
             values: GuestRange::new(values, page_size, Access::Read),
             events: GuestRange::new(events, page_size, Access::Write),
             live: false,
+            base: (values, events),
+            changed: false,
         }
+    }
+
+    /// As it is saved.
+    pub fn saved(&self) -> SavedBuffer {
+        SavedBuffer {
+            values: self.base.0.get(),
+            events: self.base.1.get(),
+            live: self.live,
+        }
+    }
+
+    /// What was [saved](Self::saved), of pages of `page_size` bytes.
+    pub fn restored(saved: SavedBuffer, page_size: usize) -> Self {
+        let (values, events) = (Iova::new(saved.values), Iova::new(saved.events));
+        Self {
+            live: saved.live,
+            ..Self::new(values, events, page_size)
+        }
+    }
+
+    /// Whether anything that is saved has changed since the last call.
+    pub fn take_changed(&mut self) -> bool {
+        std::mem::take(&mut self.changed)
     }
 
     /// The value in memory.
@@ -82,10 +113,12 @@ impl DoorbellBuffer {
         if shadow.stale == Some(value) || shadow.unwritten && value == 0 {
             return Ok(None);
         }
+        let live = self.live || value != 0;
+        self.changed |= shadow.unwritten || shadow.stale.is_some() || live != self.live;
         shadow.unwritten = false;
         shadow.stale = None;
-        self.live |= value != 0;
-        Ok(self.live.then_some(value))
+        self.live = live;
+        Ok(live.then_some(value))
     }
 
     /// Whether the value of a register write is authoritative.
@@ -142,6 +175,7 @@ impl DoorbellBuffer {
         if shadow.unwritten && self.load(dma, doorbell)? != 0 {
             shadow.unwritten = false;
             self.live = true;
+            self.changed = true;
         }
         Ok(())
     }
@@ -176,9 +210,26 @@ impl Shadow {
         }
     }
 
-    /// The guest rang the register, and so has written to memory before.
-    pub fn rung(&mut self) {
-        self.stale = None;
+    /// The guest rang the register, and so has written to memory before. Returns whether that is news.
+    pub fn rung(&mut self) -> bool {
+        self.stale.take().is_some()
+    }
+
+    /// As it is saved: the event index is published anew.
+    pub fn saved(&self) -> SavedShadow {
+        SavedShadow {
+            stale: self.stale,
+            unwritten: self.unwritten,
+        }
+    }
+
+    /// What was [saved](Self::saved).
+    pub fn restored(saved: SavedShadow) -> Self {
+        Self {
+            stale: saved.stale,
+            unwritten: saved.unwritten,
+            ..Self::default()
+        }
     }
 
     /// Records an out-of-range value. Returns whether it is a new one.

@@ -1,7 +1,7 @@
 //! Asynchronous events (NVM Express 1.4, 5.2): open requests, and one pending event of
 //! each type. A reported type is masked until the guest has read its log page.
 
-use super::medium::warning;
+use super::{medium::warning, state::Entry};
 
 /// Most requests that may be open.
 pub const MAX_EVENT_REQUESTS: usize = 4;
@@ -74,32 +74,31 @@ impl Event {
 
 #[derive(Debug, Default)]
 pub struct Events {
-    /// Command identifiers of open requests.
-    open: Vec<u16>,
+    /// Command identifiers of open requests, and their entries.
+    open: Vec<(u16, Entry)>,
     pending: [Option<Event>; 2],
     masked: [bool; 2],
 }
 
 impl Events {
     /// Opens a request. Returns whether it is within the limit.
-    pub fn open(&mut self, command_id: u16) -> bool {
+    pub fn open(&mut self, command_id: u16, entry: Entry) -> bool {
         let free = self.open.len() < MAX_EVENT_REQUESTS;
         if free {
-            self.open.push(command_id);
+            self.open.push((command_id, entry));
         }
         free
     }
 
     /// Closes a request, to abort it.
-    pub fn close(&mut self, command_id: u16) {
-        if let Some(index) = self.open.iter().position(|&id| id == command_id) {
-            self.open.remove(index);
-        }
+    pub fn close(&mut self, command_id: u16) -> Option<Entry> {
+        let index = self.open.iter().position(|&(id, _)| id == command_id)?;
+        Some(self.open.remove(index).1)
     }
 
     /// Whether a request is open.
     pub fn is_open(&self, command_id: u16) -> bool {
-        self.open.contains(&command_id)
+        self.open.iter().any(|&(id, _)| id == command_id)
     }
 
     /// Raises an event. It is dropped if one of its type is pending or masked.
@@ -115,8 +114,8 @@ impl Events {
         !self.open.is_empty() && self.pending.iter().any(Option::is_some)
     }
 
-    /// Takes a request and its result.
-    pub fn take(&mut self) -> Option<(u16, u32)> {
+    /// Takes a request, its entry and its result.
+    pub fn take(&mut self) -> Option<((u16, Entry), u32)> {
         if self.open.is_empty() {
             return None;
         }
@@ -136,6 +135,16 @@ impl Events {
             super::logs::HEALTH => self.masked[Kind::Health as usize] = false,
             _ => {}
         }
+    }
+
+    /// The types of events whose log the guest has to read.
+    pub fn masked(&self) -> [bool; 2] {
+        self.masked
+    }
+
+    /// Sets the types whose log the guest has to read.
+    pub fn set_masked(&mut self, masked: [bool; 2]) {
+        self.masked = masked;
     }
 
     /// Clears all state, as a reset does.

@@ -1,11 +1,12 @@
 //! Features (NVM Express 1.4, 5.21.1). No feature is saveable, so the saved value is the
 //! default.
 
-use std::time::Instant;
+use std::time::{Duration, Instant, SystemTime};
 
 use super::{
     identify::{TEMPERATURE, WARNING_TEMPERATURE},
     medium::warning,
+    state::saved::SavedFeatures,
     status::Status,
 };
 
@@ -97,6 +98,52 @@ impl Features {
                 by_host: false,
             },
         }
+    }
+
+    /// As they are saved.
+    pub fn saved(&self) -> SavedFeatures {
+        let Timestamp {
+            set_to,
+            at,
+            by_host,
+        } = self.timestamp;
+        SavedFeatures {
+            arbitration: self.arbitration,
+            over: self.thresholds.over,
+            under: self.thresholds.under,
+            error_recovery: self.error_recovery,
+            write_cache: self.write_cache,
+            coalescing: self.coalescing,
+            vectors_without_coalescing: self.vectors_without_coalescing,
+            write_atomicity: self.write_atomicity,
+            event_config: self.event_config,
+            timestamp: by_host.then(|| (set_to, since_1970().saturating_sub(millis(at.elapsed())))),
+        }
+    }
+
+    /// What was [saved](Self::saved), within what [`Features::set`] sets.
+    pub fn restored(queue_pairs: u16, saved: &SavedFeatures) -> Self {
+        let mut features = Self::new(queue_pairs);
+        features.arbitration = saved.arbitration & 0xffff_ff07;
+        features.thresholds = Thresholds {
+            over: saved.over,
+            under: saved.under,
+        };
+        features.error_recovery = saved.error_recovery & 0xffff;
+        features.write_cache = saved.write_cache;
+        features.coalescing = saved.coalescing & 0xffff;
+        features.vectors_without_coalescing = saved.vectors_without_coalescing;
+        features.write_atomicity = saved.write_atomicity & 1;
+        features.event_config = saved.event_config & 0xff;
+        if let Some((set_to, at)) = saved.timestamp {
+            let passed = since_1970().saturating_sub(at);
+            features.timestamp = Timestamp {
+                set_to: set_to.wrapping_add(passed) & 0xffff_ffff_ffff,
+                at: Instant::now(),
+                by_host: true,
+            };
+        }
+        features
     }
 
     /// Critical warnings of the health log.
@@ -277,4 +324,14 @@ impl Features {
             by_host: true,
         };
     }
+}
+
+fn millis(time: Duration) -> u64 {
+    time.as_millis() as u64
+}
+
+/// Milliseconds of this host's clock.
+fn since_1970() -> u64 {
+    let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    time.map_or(0, millis)
 }

@@ -47,10 +47,12 @@ impl Target {
     /// Takes a slot. One is free: otherwise no command is fetched.
     pub(super) fn take_slot(&self, nvme: &mut Nvme, work: Work) -> Result<Tag, Status> {
         let tag = nvme.slots.take().ok_or(Status::INTERNAL_ERROR)?;
+        let entry = nvme.executing;
         let slot = &mut nvme.slots[tag];
         slot.work = work;
         slot.sq_id = self.sq_id;
         slot.command_id = self.command_id;
+        slot.entry = entry;
         slot.nsid = self.nsid;
         slot.lba = self.lba;
         Ok(tag)

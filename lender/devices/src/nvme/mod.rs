@@ -43,10 +43,12 @@ mod namespace;
 mod pci;
 mod prp;
 mod queues;
+mod recovery;
 mod registers;
 mod ring;
 mod sgl;
 mod slots;
+mod state;
 mod stats;
 mod status;
 

@@ -5,6 +5,7 @@
 //! its completions is not served and uses no memory.
 
 mod doorbell;
+mod saved;
 
 use farside_fabric::{Access, Fault, Iova};
 
@@ -12,6 +13,7 @@ use super::{
     command::{CQE_SIZE, Command, Completion, SQE_SIZE},
     doorbells::{Doorbell, DoorbellBuffer, Shadow},
     ring::GuestRange,
+    state::{Entry, State},
     status::Status,
 };
 use crate::{Dma, Interrupts};
@@ -21,13 +23,16 @@ use crate::{Dma, Interrupts};
 pub struct SubmissionQueue {
     /// The completion queue it posts to.
     pub cq: u16,
+    base: Iova,
     entries: u16,
     head: u16,
     tail: u16,
+    /// Commands fetched in all.
+    fetched: u64,
     /// Commands fetched and not completed, without event requests.
     in_flight: u32,
-    /// Identifier of the Delete command that waits for the queue's commands.
-    deletion: Option<u16>,
+    /// The Delete command that waits for the queue's commands.
+    deletion: Option<(u16, Entry)>,
     ring: GuestRange,
     shadow: Shadow,
 }
@@ -37,9 +42,11 @@ impl SubmissionQueue {
     pub fn new(base: Iova, entries: u16, cq: u16) -> Self {
         Self {
             cq,
+            base,
             entries,
             head: 0,
             tail: 0,
+            fetched: 0,
             in_flight: 0,
             deletion: None,
             ring: GuestRange::new(base, usize::from(entries) * SQE_SIZE, Access::Read),
@@ -62,11 +69,14 @@ impl SubmissionQueue {
 /// A completion queue.
 #[derive(Debug)]
 pub struct CompletionQueue {
+    base: Iova,
     entries: u16,
     /// The guest has consumed the entries before it.
     head: u16,
     tail: u16,
     phase: bool,
+    /// Completions posted in all.
+    posted: u64,
     /// Entries reserved for commands in flight.
     reserved: u32,
     /// Number of submission queues that post to it.
@@ -83,10 +93,12 @@ impl CompletionQueue {
     /// A queue of `entries` (2 to 65,535) at `base`.
     pub fn new(base: Iova, entries: u16, vector: Option<u16>) -> Self {
         Self {
+            base,
             entries,
             head: 0,
             tail: 0,
             phase: true,
+            posted: 0,
             reserved: 0,
             users: 0,
             vector,
@@ -94,6 +106,16 @@ impl CompletionQueue {
             ring: GuestRange::new(base, usize::from(entries) * CQE_SIZE, Access::Write),
             shadow: Shadow::default(),
         }
+    }
+
+    /// Counts a completion that is posted.
+    fn advance(&mut self) {
+        self.posted += 1;
+        self.tail = next(self.tail, self.entries);
+        if self.tail == 0 {
+            self.phase = !self.phase;
+        }
+        self.dirty = true;
     }
 
     /// Entries posted and not consumed.
@@ -165,6 +187,10 @@ pub struct Queues {
     errors: Vec<DoorbellError>,
     shadow_polls: u64,
     line: bool,
+    /// Where this outlives the process.
+    pub state: State,
+    /// What a snapshot has of the doorbells has changed.
+    changed: bool,
 }
 
 impl Queues {
@@ -180,6 +206,8 @@ impl Queues {
             errors: Vec::new(),
             shadow_polls: 0,
             line: false,
+            state: State::default(),
+            changed: false,
         }
     }
 
@@ -241,6 +269,8 @@ impl Queues {
     /// Installs the admin pair.
     pub fn create_admin(&mut self, sq: SubmissionQueue, mut cq: CompletionQueue) {
         cq.users = 1;
+        self.state.new_sq(0);
+        self.state.new_cq(0);
         self.sqs[0] = Some(sq);
         self.cqs[0] = Some(cq);
         self.active_cqs.push(0);
@@ -287,6 +317,7 @@ impl Queues {
             // so that the value is not mistaken for the stale one.
             buffer.publish(dma, doorbell, &mut cq.shadow, 0)?;
         }
+        self.state.new_cq(id);
         self.cqs[usize::from(id)] = Some(cq);
         self.active_cqs.push(id);
         Ok(())
@@ -305,6 +336,7 @@ impl Queues {
         if let Some(cq) = &mut self.cqs[usize::from(sq.cq)] {
             cq.users += 1;
         }
+        self.state.new_sq(id);
         self.sqs[usize::from(id)] = Some(sq);
         self.active.push(id);
         Ok(())
@@ -327,10 +359,15 @@ impl Queues {
 
     /// Stops fetching from a submission queue, to delete it for the admin
     /// command `command_id` (5.6). [`Queues::take_deleted`] completes the deletion.
-    pub fn start_delete_sq(&mut self, id: u16, command_id: u16) -> Result<(), Status> {
+    pub fn start_delete_sq(
+        &mut self,
+        id: u16,
+        command_id: u16,
+        entry: Entry,
+    ) -> Result<(), Status> {
         match self.sqs.get_mut(usize::from(id)) {
             Some(Some(sq)) if id != 0 && sq.deletion.is_none() => {
-                sq.deletion = Some(command_id);
+                sq.deletion = Some((command_id, entry));
                 Ok(())
             }
             _ => Err(Status::INVALID_QUEUE_ID),
@@ -338,8 +375,8 @@ impl Queues {
     }
 
     /// Removes a submission queue that is being deleted and has no commands in flight.
-    /// Returns the identifier of the Delete command.
-    pub fn take_deleted(&mut self) -> Option<u16> {
+    /// Returns the identifier of the Delete command, and its entry.
+    pub fn take_deleted(&mut self) -> Option<(u16, Entry)> {
         let index = self.active.iter().position(|&id| {
             self.sqs[usize::from(id)]
                 .as_ref()
@@ -377,8 +414,8 @@ impl Queues {
         Ok(self.has_room(cq))
     }
 
-    /// Fetches the next command of a submission queue and reserves its completion entry.
-    pub fn fetch(&mut self, dma: &mut dyn Dma, id: u16) -> Result<Option<Command>, Fault> {
+    /// Fetches the next command of a submission queue, records it and reserves its completion entry.
+    pub fn fetch(&mut self, dma: &mut dyn Dma, id: u16) -> Result<Option<(Command, Entry)>, Fault> {
         if !self.can_fetch(dma, id)? {
             return Ok(None);
         }
@@ -388,12 +425,17 @@ impl Queues {
         let mut bytes = [0; SQE_SIZE];
         sq.ring
             .read(dma, usize::from(sq.head) * SQE_SIZE, &mut bytes)?;
+        let Some(entry) = self.state.record(id, sq.fetched, &bytes) else {
+            return Ok(None);
+        };
         sq.head = next(sq.head, sq.entries);
+        sq.fetched += 1;
+        self.state.fetched(id, sq.fetched);
         sq.in_flight += 1;
         if let Some(cq) = &mut self.cqs[usize::from(sq.cq)] {
             cq.reserved += 1;
         }
-        Ok(Some(Command::from_bytes(&bytes)))
+        Ok(Some((Command::from_bytes(&bytes), entry)))
     }
 
     /// Releases the reserved completion entry of a fetched command, for an event request,
@@ -425,7 +467,7 @@ impl Queues {
         &mut self,
         dma: &mut dyn Dma,
         sq_id: u16,
-        command_id: u16,
+        (command_id, entry): (u16, Entry),
         result: u32,
         status: Status,
     ) -> Result<(), Fault> {
@@ -444,17 +486,16 @@ impl Queues {
             command_id,
             status,
         };
+        self.state.completing(entry, cq.posted);
         cq.ring.publish(
             dma,
             usize::from(cq.tail) * CQE_SIZE,
             &completion.front(),
             completion.last(cq.phase),
         )?;
-        cq.tail = next(cq.tail, cq.entries);
-        if cq.tail == 0 {
-            cq.phase = !cq.phase;
-        }
-        cq.dirty = true;
+        cq.advance();
+        self.state.posted(sq.cq, cq.posted);
+        self.state.release(entry);
         Ok(())
     }
 

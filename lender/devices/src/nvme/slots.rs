@@ -1,6 +1,6 @@
 //! Commands in flight. A slot's number is its tag at the medium.
 
-use super::{block::Tag, namespace::Extent};
+use super::{block::Tag, namespace::Extent, state::Entry};
 
 /// Most I/O commands in flight; at the limit the controller stops fetching.
 pub const IO_SLOTS: u16 = 1024;
@@ -44,6 +44,7 @@ pub struct Slot {
     pub work: Work,
     pub sq_id: u16,
     pub command_id: u16,
+    pub entry: Entry,
     pub nsid: u32,
     pub lba: u64,
     /// Ranges still to be deallocated.

@@ -22,6 +22,11 @@ const SPECIFIC: u16 = 1;
 const MEDIA: u16 = 2;
 
 impl Status {
+    /// The status of these [bits](Self::bits).
+    pub fn restored(bits: u16) -> Self {
+        Self(bits & 0x7fff)
+    }
+
     pub const SUCCESS: Self = Self(0);
 
     // Generic command status (figure 127).
@@ -37,6 +42,7 @@ impl Status {
     pub const SGL_LENGTH_INVALID: Self = fatal(GENERIC, 0x0f);
     pub const SGL_TYPE_INVALID: Self = fatal(GENERIC, 0x11);
     pub const PRP_OFFSET_INVALID: Self = fatal(GENERIC, 0x13);
+    pub const COMMAND_INTERRUPTED: Self = transient(GENERIC, 0x21);
     pub const WRITE_PROTECTED: Self = fatal(GENERIC, 0x20);
     pub const LBA_OUT_OF_RANGE: Self = fatal(GENERIC, 0x80);
     pub const CAPACITY_EXCEEDED: Self = fatal(GENERIC, 0x81);

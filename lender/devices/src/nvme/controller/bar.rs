@@ -49,11 +49,18 @@ impl Nvme {
                 } else {
                     self.registers.interrupt_mask &= !value;
                 }
+                self.queues.state.mask(self.registers.interrupt_mask);
                 self.queues
                     .update_line(bus.irq, self.registers.interrupt_mask);
             }
-            offset::CC => self.write_configuration(value, bus),
-            ..DOORBELLS => self.registers.write_plain(at, value),
+            offset::CC => {
+                self.write_configuration(value, bus);
+                self.changed = true;
+            }
+            ..DOORBELLS => {
+                self.registers.write_plain(at, value);
+                self.changed = true;
+            }
             DOORBELLS..MSIX_TABLE => {
                 self.stats.doorbell_traps += 1;
                 if self.registers.csts.ready
@@ -72,6 +79,7 @@ impl Nvme {
                 let at = (at - MSIX_TABLE) as usize;
                 if let Some(bytes) = self.msix_table.get_mut(at..at + 4) {
                     bytes.copy_from_slice(&value.to_le_bytes());
+                    self.changed = true;
                 }
             }
             // The pending bit array is read-only.

@@ -11,6 +11,7 @@ use crate::{
     nvme::{
         registers::{BAR_SIZE, Registers},
         slots::{IO_SLOTS, RESERVED_SLOTS},
+        state,
     },
 };
 
@@ -46,6 +47,7 @@ impl Device for Nvme {
             self.write_dword(at, value, bus);
             at += 4;
         }
+        self.save_changes();
     }
 
     /// BAR 0 has no sparse mmap area.
@@ -81,12 +83,14 @@ impl Device for Nvme {
         if quiet {
             self.queues.forget_translations();
         }
+        self.save_changes();
         quiet
     }
 
     fn resume(&mut self, bus: &mut Bus<'_>) {
         self.quiesced = false;
         self.advance(bus);
+        self.save_changes();
     }
 
     fn reset(&mut self) {
@@ -103,6 +107,20 @@ impl Device for Nvme {
         self.draining = false;
         self.shutdown_flush = false;
         self.quiesced = false;
+        self.save();
+    }
+
+    fn state_bytes(&self) -> u64 {
+        state::SIZE as u64
+    }
+
+    fn set_state(&mut self, memory: HostSlice, resume: bool) -> Result<bool, String> {
+        let kept = self.keep_in(memory, resume);
+        kept.map_err(|error| error.to_string())
+    }
+
+    fn detach_state(&mut self) {
+        self.queues.state.detach();
     }
 
     fn flush(&mut self) -> std::io::Result<()> {

@@ -32,7 +32,13 @@ impl Queues {
             }
         }
         self.buffer = Some(buffer);
+        self.changed = true;
         Ok(())
+    }
+
+    /// Whether what a snapshot has of the doorbells has changed since the last call.
+    pub fn take_changed(&mut self) -> bool {
+        std::mem::take(&mut self.changed) | self.buffer.as_mut().is_some_and(|it| it.take_changed())
     }
 
     /// Handles a write to a doorbell register.
@@ -45,22 +51,24 @@ impl Queues {
         let (outcome, shadow) = match doorbell {
             Doorbell::SubmissionTail(id) => match self.sqs.get_mut(usize::from(id)) {
                 Some(Some(sq)) => {
-                    sq.shadow.rung();
+                    self.changed |= sq.shadow.rung();
                     let outcome = match counts(&self.buffer, id, &sq.shadow) {
                         true => sq.set_tail(value),
                         false => Ok(()),
                     };
+                    self.state.tail(id, sq.tail);
                     (outcome, Some(&mut sq.shadow))
                 }
                 _ => (Err(DoorbellError::InvalidRegister), None),
             },
             Doorbell::CompletionHead(id) => match self.cqs.get_mut(usize::from(id)) {
                 Some(Some(cq)) => {
-                    cq.shadow.rung();
+                    self.changed |= cq.shadow.rung();
                     let outcome = match counts(&self.buffer, id, &cq.shadow) {
                         true => cq.set_head(value),
                         false => Ok(()),
                     };
+                    self.state.head(id, cq.head);
                     (outcome, Some(&mut cq.shadow))
                 }
                 _ => (Err(DoorbellError::InvalidRegister), None),
@@ -111,11 +119,15 @@ impl Queues {
         let doorbell = Doorbell::SubmissionTail(id);
         if let Some(value) = buffer.observe(dma, doorbell, &mut sq.shadow)?
             && value != u32::from(sq.tail)
-            && sq.set_tail(value).is_err()
-            && sq.shadow.refuse(value)
         {
-            self.errors.truncate(7);
-            self.errors.push(DoorbellError::InvalidValue);
+            match sq.set_tail(value) {
+                Ok(()) => self.state.tail(id, sq.tail),
+                Err(_) if sq.shadow.refuse(value) => {
+                    self.errors.truncate(7);
+                    self.errors.push(DoorbellError::InvalidValue);
+                }
+                Err(_) => {}
+            }
         }
         // The value just behind the tail is the last that the guest's tail reaches.
         // Updated once per half ring, so that the cache line mostly stays with the guest.
@@ -147,10 +159,12 @@ impl Queues {
         self.shadow_polls += 1;
         if let Some(value) = buffer.observe(dma, Doorbell::CompletionHead(id), &mut cq.shadow)?
             && value != u32::from(cq.head)
-            && cq.set_head(value).is_err()
-            && cq.shadow.refuse(value)
         {
-            self.report(DoorbellError::InvalidValue);
+            match cq.set_head(value) {
+                Ok(()) => self.state.head(id, cq.head),
+                Err(_) if cq.shadow.refuse(value) => self.report(DoorbellError::InvalidValue),
+                Err(_) => {}
+            }
         }
         Ok(())
     }

@@ -9,4 +9,5 @@ mod hostile;
 mod io;
 mod life;
 mod medium;
+mod recovery;
 mod world;

@@ -3,6 +3,7 @@
 use std::{
     fs::File,
     os::unix::fs::FileExt,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     path::PathBuf,
     time::{Duration, Instant},
 };
@@ -20,7 +21,10 @@ use tempfile::TempDir;
 
 use crate::{
     Bus, Device, Dma, Interrupts,
-    nvme::{Config, EngineChoice, Nvme},
+    nvme::{
+        Config, EngineChoice, Image, Nvme,
+        state::crash::{self, Killed},
+    },
 };
 
 /// First IOVA of the guest's memory.
@@ -269,6 +273,15 @@ pub struct Driver {
     pub image: PathBuf,
     _directory: TempDir,
     next_id: u16,
+    config: Config,
+    /// The image, which the lender has open.
+    lent: Image,
+    /// The state of a controller that can be killed.
+    pub state: Option<HostSlice>,
+    /// How often it was.
+    pub kills: u32,
+    /// It is killed again after so many points.
+    pub kill_every: Option<u64>,
 }
 
 pub const ENGINES: [EngineChoice; 2] = [EngineChoice::IoUring, EngineChoice::Threads];
@@ -280,6 +293,13 @@ pub fn image(size: u64) -> (TempDir, PathBuf) {
     let file = File::create(&path).unwrap();
     file.set_len(size).unwrap();
     (directory, path)
+}
+
+fn clone(image: &Image) -> Image {
+    Image {
+        file: image.file.try_clone().unwrap(),
+        ..*image
+    }
 }
 
 /// Runs a test on each engine.
@@ -295,8 +315,10 @@ impl Driver {
         let (directory, path) = image(IMAGE);
         let mut config = Config::new(&path);
         configure(&mut config);
+        let lent = config.open_image().unwrap();
         Self {
-            nvme: Nvme::open("disk0", &config).unwrap(),
+            nvme: Nvme::with_image("disk0", &config, clone(&lent)).unwrap(),
+            lent,
             memory: Memory::new(),
             irq: Irq::default(),
             pairs: Vec::new(),
@@ -306,7 +328,31 @@ impl Driver {
             image: path,
             _directory: directory,
             next_id: 0,
+            config,
+            state: None,
+            kills: 0,
+            kill_every: None,
         }
+    }
+
+    /// Has a state outlive the controller.
+    pub fn keep_state(&mut self) {
+        let size = self.nvme.state_bytes() as usize;
+        let memory = SharedMemory::anonymous(size).unwrap();
+        let state = memory.slice(0, size).unwrap();
+        assert!(!self.nvme.set_state(state.clone(), false).unwrap());
+        self.state = Some(state);
+    }
+
+    /// Starts another controller in place of one that was killed.
+    pub fn restart(&mut self) {
+        self.kills += 1;
+        self.irq.line = false;
+        let image = clone(&self.lent);
+        self.nvme = Nvme::with_image("disk0", &self.config, image).unwrap();
+        let state = self.state.clone().unwrap();
+        self.nvme.set_state(state, true).unwrap();
+        crash::after(self.kill_every);
     }
 
     /// Enabled, with one I/O pair of 64 entries.
@@ -321,12 +367,23 @@ impl Driver {
         driver
     }
 
-    pub fn with<R>(&mut self, act: impl FnOnce(&mut Nvme, &mut Bus<'_>) -> R) -> R {
-        let mut bus = Bus {
-            dma: &mut self.memory,
-            irq: &mut self.irq,
-        };
-        act(&mut self.nvme, &mut bus)
+    /// Again after a kill, as a backend sends what a worker has not served.
+    pub fn with<R>(&mut self, mut act: impl FnMut(&mut Nvme, &mut Bus<'_>) -> R) -> R {
+        loop {
+            let mut bus = Bus {
+                dma: &mut self.memory,
+                irq: &mut self.irq,
+            };
+            if self.state.is_none() {
+                return act(&mut self.nvme, &mut bus);
+            }
+            let nvme = &mut self.nvme;
+            match catch_unwind(AssertUnwindSafe(|| act(nvme, &mut bus))) {
+                Ok(result) => return result,
+                Err(killed) if killed.is::<Killed>() => self.restart(),
+                Err(panic) => resume_unwind(panic),
+            }
+        }
     }
 
     pub fn read32(&mut self, at: u64) -> u32 {

@@ -1,0 +1,203 @@
+//! Going on with what a process before this one has left: see [`super::state`].
+//!
+//! Registers and queues are restored at once; the commands in flight when the device can reach guest memory again,
+//! before anything is fetched. A command whose completion the guest may have is done. The others are executed
+//! (again), in the order in which they were fetched: the guest has started nothing after their completion. But for
+//! Format, which may not be done to what was written since: it completes with a status that asks for a retry.
+
+use farside_fabric::memory::HostSlice;
+
+use super::{
+    command::{Command, admin, io},
+    controller::Nvme,
+    features::Features,
+    registers::{Configuration, Shutdown},
+    state::{
+        InFlight, Restored, State, StateError,
+        saved::{Answered, Saved},
+    },
+    status::Status,
+};
+use crate::Bus;
+
+impl Nvme {
+    /// Keeps the state in `memory`; see [`Device::set_state`](crate::Device::set_state).
+    pub(super) fn keep_in(&mut self, memory: HostSlice, resume: bool) -> Result<bool, StateError> {
+        if resume && let Some((state, restored)) = State::resume(memory.clone())? {
+            self.queues.state = state;
+            let done = self.restore(restored);
+            if done.is_err() {
+                self.queues.state.detach();
+            }
+            return done.map(|()| true);
+        }
+        self.queues.state = State::start(memory)?;
+        self.save();
+        Ok(false)
+    }
+
+    /// Saves what has changed, but for the doorbells and the commands in flight.
+    pub(super) fn save_changes(&mut self) {
+        if self.queues.take_changed() | std::mem::take(&mut self.changed) {
+            self.save();
+        }
+    }
+
+    pub(super) fn save(&mut self) {
+        self.save_answer(self.answered);
+    }
+
+    /// Saves the result of an admin command with all that it has changed.
+    pub(super) fn save_answer(&mut self, answered: Option<Answered>) {
+        self.changed = false;
+        self.answered = answered;
+        if !self.queues.state.is_kept() {
+            return;
+        }
+        let registers = &self.registers;
+        let mut saved = Saved {
+            cc: registers.cc.0,
+            ready: registers.csts.ready,
+            fatal: registers.csts.fatal,
+            shutdown: registers.csts.shutdown as u8,
+            aqa: registers.aqa,
+            asq: registers.asq,
+            acq: registers.acq,
+            draining: self.draining,
+            features: self.features.saved(),
+            masked_events: self.events.masked(),
+            msix_table: self.msix_table.to_vec(),
+            answered,
+            flush_failed: self.flush_failed,
+            ..Saved::default()
+        };
+        self.queues.save(&mut saved);
+        self.queues.state.save(saved);
+    }
+
+    fn restore(&mut self, restored: Restored) -> Result<(), StateError> {
+        let Restored {
+            saved,
+            mask,
+            words,
+            in_flight,
+        } = restored;
+        let registers = &mut self.registers;
+        registers.cc = Configuration(saved.cc & Configuration::WRITABLE);
+        registers.csts.ready = saved.ready;
+        registers.csts.fatal = saved.fatal;
+        registers.csts.shutdown = match saved.shutdown {
+            0 => Shutdown::None,
+            1 => Shutdown::Occurring,
+            2 => Shutdown::Complete,
+            _ => return Err(StateError::Invalid("the shutdown status")),
+        };
+        registers.aqa = saved.aqa & 0x0fff_0fff;
+        registers.asq = saved.asq & !0xfff;
+        registers.acq = saved.acq & !0xfff;
+        registers.interrupt_mask = mask;
+        if saved.msix_table.len() != self.msix_table.len() {
+            return Err(StateError::Invalid("the size of the MSI-X table"));
+        }
+        self.msix_table.copy_from_slice(&saved.msix_table);
+        if saved.draining {
+            // Nothing is in flight any more.
+            self.end_session();
+            self.save();
+            return Ok(());
+        }
+        self.features = Features::restored(self.vectors() - 1, &saved.features);
+        if !saved.ready {
+            return Ok(());
+        }
+        if saved.sqs.is_empty() || saved.cqs.is_empty() {
+            return Err(StateError::Invalid(
+                "a controller is ready without admin queues",
+            ));
+        }
+        self.events.set_masked(saved.masked_events);
+        self.answered = saved.answered;
+        self.flush_failed = saved.flush_failed;
+        let limits = (self.page_size(), self.vectors());
+        self.queues.restore(&saved, &words, limits)?;
+        let is_open = |it: &InFlight| is_open_request(it, saved.answered);
+        self.recovery = Some(self.queues.take_in_flight(in_flight, is_open)?);
+        Ok(())
+    }
+
+    /// Whether commands that were in flight can be taken up now.
+    pub(super) fn can_recover(&self, bus: &Bus<'_>) -> bool {
+        let csts = self.registers.csts;
+        self.recovery.is_some()
+            && csts.ready
+            && !csts.fatal
+            && !self.quiesced
+            && bus.dma.is_bus_master()
+    }
+
+    /// Takes up the commands that were in flight, if the device can reach guest memory. Returns whether it did.
+    pub(super) fn recover(&mut self, bus: &mut Bus<'_>) -> bool {
+        if !self.can_recover(bus) {
+            return false;
+        }
+        let mut commands = self.recovery.take().unwrap_or_default();
+        let mut fault = None;
+        // All before any completion is posted.
+        commands.retain(
+            |command| match self.queues.was_completed(bus.dma, command) {
+                Ok(done) => !done,
+                Err(error) => {
+                    fault = Some(error);
+                    true
+                }
+            },
+        );
+        if let Some(fault) = fault {
+            self.fatal(fault);
+            return true;
+        }
+        if !commands.is_empty() {
+            let (serial, count) = (&self.names.serial, commands.len());
+            log::info!("NVMe {serial}: {count} commands that were in flight are taken up");
+        }
+        self.recovering = true;
+        let answered = self.answered;
+        for command in commands {
+            self.take_up(&command, answered, bus);
+        }
+        self.recovering = false;
+        self.queues.interrupt_all();
+        true
+    }
+
+    fn take_up(&mut self, it: &InFlight, answered: Option<Answered>, bus: &mut Bus<'_>) {
+        let command = Command::from_bytes(&it.command);
+        let (id, entry) = (command.id(), it.entry);
+        if is_open_request(it, answered) {
+            if !self.events.open(id, entry) {
+                self.queues.state.release(entry);
+            }
+            return;
+        }
+        let answer = answered.filter(|answer| it.sq == 0 && answer.sequence == entry.sequence);
+        if let Some(Answered { result, status, .. }) = answer {
+            return self.post(bus, it.sq, (id, entry), result, Status::restored(status));
+        }
+        let refused = match (it.sq, command.opcode()) {
+            (0, admin::FORMAT_NVM) => Some(Status::COMMAND_INTERRUPTED),
+            (1.., io::FLUSH) if self.flush_failed => Some(Status::WRITE_FAULT),
+            _ => None,
+        };
+        match refused {
+            Some(status) => self.complete(bus, it.sq, (id, entry), Err(status), None),
+            None => self.execute(it.sq, &command, entry, bus),
+        }
+    }
+}
+
+/// Whether a command is an event request without a result.
+fn is_open_request(it: &InFlight, answered: Option<Answered>) -> bool {
+    let opcode = Command::from_bytes(&it.command).opcode();
+    let has_result = answered.is_some_and(|answer| answer.sequence == it.entry.sequence);
+    it.sq == 0 && opcode == admin::ASYNC_EVENT_REQUEST && it.completion.is_none() && !has_result
+}

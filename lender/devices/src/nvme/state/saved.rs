@@ -1,0 +1,88 @@
+//! The snapshot: the part of a controller's state that registers other than doorbells, and admin commands change.
+//!
+//! Its encoding is that of [postcard](https://postcard.jamesmunns.com/wire-format): fields in this order, numbers of
+//! variable length. A change of it is a new [`VERSION`](super::VERSION).
+
+use serde::{Deserialize, Serialize};
+
+/// Version 1.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Saved {
+    pub session: u32,
+    pub cc: u32,
+    pub ready: bool,
+    pub fatal: bool,
+    /// CSTS.SHST.
+    pub shutdown: u8,
+    pub aqa: u32,
+    pub asq: u64,
+    pub acq: u64,
+    /// The controller is being disabled.
+    pub draining: bool,
+    pub features: SavedFeatures,
+    /// Types of events that wait for their log to be read: errors, health.
+    pub masked_events: [bool; 2],
+    pub sqs: Vec<SavedSq>,
+    pub cqs: Vec<SavedCq>,
+    pub buffer: Option<SavedBuffer>,
+    pub msix_table: Vec<u8>,
+    pub answered: Option<Answered>,
+    /// A flush has failed, which the kernel reports once.
+    pub flush_failed: bool,
+}
+
+/// Features that are not at their defaults.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedFeatures {
+    pub arbitration: u32,
+    pub over: u16,
+    pub under: u16,
+    pub error_recovery: u32,
+    pub write_cache: bool,
+    pub coalescing: u32,
+    pub vectors_without_coalescing: [u64; 4],
+    pub write_atomicity: u32,
+    pub event_config: u32,
+    /// Milliseconds as set by the host, and when that was, of the lender's host, in milliseconds since 1970.
+    pub timestamp: Option<(u64, u64)>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedSq {
+    pub id: u16,
+    pub base: u64,
+    pub entries: u16,
+    pub cq: u16,
+    pub shadow: SavedShadow,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedCq {
+    pub id: u16,
+    pub base: u64,
+    pub entries: u16,
+    pub vector: Option<u16>,
+    pub shadow: SavedShadow,
+}
+
+/// See [`Shadow`](crate::nvme::doorbells::Shadow).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedShadow {
+    pub stale: Option<u32>,
+    pub unwritten: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedBuffer {
+    pub values: u64,
+    pub events: u64,
+    pub live: bool,
+}
+
+/// The result of the admin command whose entry has this sequence number: its completion may not be posted yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Answered {
+    pub sequence: u64,
+    pub result: u32,
+    pub status: u16,
+}
