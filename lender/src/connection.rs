@@ -11,14 +11,15 @@ use farside_error_chain::Chain;
 use farside_fabric::{AdapterUsage, NtbLimits, soft::Adapter};
 use farside_lender_protocol::{
     Channel, ChannelError, Envelope, ErrorKind, Identity, LimitUse, MAX_DEVICES, MAX_REVOKE_LIMIT,
-    RegisterToken, RemoteError, Reply, Request, Resource, TOKEN_LIFE,
+    RegisterToken, RemoteError, Reply, Request, Resource, TOKEN_LIFE, Transport,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
+    chains,
     listening::{PeerCount, PeerLines},
     refusals::{invalid, limit},
-    registry::{Lease, Registry, Viewer},
+    registry::{Going, Lease, Registry, Viewer},
     requests::{ANSWER_TIMEOUT, Answer, Borrow, Pending, answer, viewer},
     server::Devices,
 };
@@ -299,7 +300,7 @@ fn operate(
 /// Moves the connection into the device's thread, which answers the request.
 fn lend(
     connection: Channel,
-    bar_memory: Vec<OwnedFd>,
+    mut bar_memory: Vec<OwnedFd>,
     Borrow {
         device,
         vm,
@@ -310,12 +311,25 @@ fn lend(
     registry: &Registry,
     lines: &PeerLines,
 ) -> Result<(), (Channel, RemoteError)> {
+    let keeps_state = going.is_some() && transport == Transport::SharedMemory;
+    let state = bar_memory.pop_if(|_| keeps_state);
+    if keeps_state && state.is_none() {
+        let error = invalid("BorrowAndKeep without the file of the state".into());
+        return Err((connection, error));
+    }
     let granted = match going {
-        Some(going) => {
+        Some(Going {
+            resumes: Some(_), ..
+        }) if !registry.has_medium(&device) => Err(chains::ended(
+            &device,
+            &vm,
+            "it has no medium that can be identified",
+        )),
+        Some(going) if registry.has_medium(&device) || !keeps_state => {
             let granted = registry.grant_medium(&device, &vm, fence, going);
             granted.map(|(grant, chain)| (grant, Some(chain)))
         }
-        None => registry
+        _ => registry
             .grant(&device, &vm, fence)
             .map(|grant| (grant, None)),
     };
@@ -332,6 +346,7 @@ fn lend(
         generation,
         transport,
         bar_memory,
+        state,
         chain,
     });
     if let Err(error) = posted

@@ -2,11 +2,12 @@
 
 mod bars;
 mod ports;
+mod state;
 
 use std::{
     io,
-    os::fd::{BorrowedFd, OwnedFd},
-    sync::Arc,
+    os::fd::BorrowedFd,
+    sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
 
@@ -14,20 +15,21 @@ use farside_daemon::{DeviceId, VmName};
 use farside_devices::{Bus, Device};
 use farside_fabric::{
     FaultSummary, LenderPath, MAX_MAPPINGS, PeerAddress, fits,
-    memory::SharedMemory,
+    memory::{HostSlice, SharedMemory},
     soft::{Adapter, Path},
 };
 use farside_irq_relay::IrqCounts;
 use farside_lender_protocol::{
-    BarMemory, BarOwner, Counter, Described, LimitUse, RamRange, RemoteError, Resource, Transport,
-    irq_counts,
+    BarMemory, BarOwner, Counter, Described, LimitUse, RamRange, RemoteError, Resource, STATE_PAGE,
+    Transport, irq_counts,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
     refusals::{failed, internal, limit, no_medium, refused, unsupported},
     source::{
-        Available, DRAIN_TIMEOUT, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report,
+        Available, BorrowerMemory, DRAIN_TIMEOUT, DeviceSource, Irqs, Leased, LeasedDevice,
+        NotLeased, Report,
     },
 };
 use ports::{DmaPort, IrqPort};
@@ -48,6 +50,8 @@ struct LeasedModel {
     path: Path,
     irq: IrqPort,
     model: Box<ModelDevice>,
+    /// The first page of the state that outlives this process.
+    lease_page: Option<HostSlice>,
 }
 
 impl ModelDevice {
@@ -60,6 +64,10 @@ impl ModelDevice {
         let described = Described {
             description: device.description().clone(),
             bars: BarOwner::Borrower,
+            state: match device.state_bytes() {
+                0 => 0,
+                bytes => STATE_PAGE + bytes,
+            },
         };
         Ok(Self {
             id: id.to_owned(),
@@ -76,16 +84,17 @@ impl ModelDevice {
         &mut self,
         transport: Transport,
         vm: &VmName,
-        bar_memory: Vec<OwnedFd>,
-    ) -> Result<Path, RemoteError> {
+        memory: BorrowerMemory,
+    ) -> Result<(Path, Option<HostSlice>), RemoteError> {
         local(transport)?;
         let path = self.adapter.attach(&self.id, vm).map_err(refused)?;
-        if let Err(error) = self.take_bar_memory(bar_memory) {
+        if let Err(error) = self.take_bar_memory(memory.bars) {
             self.drop_bar_memory();
             return Err(error);
         }
         self.device.reset();
-        Ok(path)
+        let page = memory.state.map(|state| self.take_state(state));
+        Ok((path, page.transpose()?))
     }
 }
 
@@ -135,13 +144,14 @@ impl DeviceSource for ModelDevice {
         mut self: Box<Self>,
         transport: Transport,
         vm: &VmName,
-        bar_memory: Vec<OwnedFd>,
+        memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
-        let bars = vec![BarMemory::Borrowers; bar_memory.len()];
-        match self.attach(transport, vm, bar_memory) {
-            Ok(path) => Ok(Leased {
+        let bars = vec![BarMemory::Borrowers; memory.bars.len()];
+        match self.attach(transport, vm, memory) {
+            Ok((path, lease_page)) => Ok(Leased {
                 device: Box::new(LeasedModel {
                     path,
+                    lease_page,
                     irq: IrqPort::new(self.counts),
                     model: self,
                 }),
@@ -201,6 +211,17 @@ impl LeasedDevice for LeasedModel {
 
     fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]) {
         self.with_bus(|device, bus| device.bar_write(bar, offset, data, bus));
+    }
+
+    fn accessed(&mut self, count: u64) {
+        if let Some(page) = &self.lease_page {
+            let _ = page.store_u64(0, count, Ordering::Release);
+        }
+    }
+
+    fn leave_state(&mut self) -> bool {
+        self.model.device.detach_state();
+        self.lease_page.take().is_some()
     }
 
     fn irqs(&mut self) -> &mut dyn Irqs {
@@ -290,6 +311,7 @@ impl LeasedDevice for LeasedModel {
 
     fn end(mut self: Box<Self>) -> Box<dyn DeviceSource> {
         self.model.device.reset();
+        self.model.device.detach_state();
         self.model.drop_bar_memory();
         self.model.last_faults = self.path.faults().summary();
         self.model

@@ -136,6 +136,7 @@ impl Near {
             generation,
             transport: Transport::SharedMemory,
             bar_memory,
+            state: None,
             chain: None,
         }))?;
         Ok(near)

@@ -77,7 +77,9 @@ pub(crate) struct Lease {
     pub(crate) transport: Transport,
     /// Files behind the BARs with sparse mmap areas.
     pub(crate) bar_memory: Vec<std::os::fd::OwnedFd>,
-    /// The lease's chain, for [`Transport::Network`].
+    /// The file of the state that outlives the device's process, within the host.
+    pub(crate) state: Option<std::os::fd::OwnedFd>,
+    /// The lease's chain, if it may go on.
     pub(crate) chain: Option<GrantedChain>,
 }
 
@@ -137,9 +139,9 @@ struct Slot {
     availability: Availability,
     /// The last revocation since it was available.
     revoked: Revocation,
-    /// The medium, if it can be lent over the network.
+    /// The medium, if it can be told from others.
     medium: Option<ImageId>,
-    /// The connection of its last lease was cut.
+    /// The connection of its last lease was cut, or its process has ended.
     kept: Option<Kept>,
 }
 

@@ -59,7 +59,7 @@ pub(crate) struct Borrow {
     pub(crate) vm: VmName,
     pub(crate) transport: Transport,
     pub(crate) fence: Option<HeldFence>,
-    /// For [`Transport::Network`].
+    /// For a lease that goes on.
     pub(crate) going: Option<Going>,
 }
 
@@ -225,6 +225,26 @@ fn answer_peer(
                 transport,
                 fence,
                 going: None,
+            })
+        }
+        Request::BorrowAndKeep {
+            device,
+            fence,
+            keep_ms,
+            resumes,
+        } => {
+            let Some(vm) = viewer.vm.cloned() else {
+                return Err(invalid("only a VM can borrow: Hello named none".into()));
+            };
+            may_borrow(&device)?;
+            carries(Transport::SharedMemory, viewer.identity)?;
+            let keep = Duration::from_millis(keep_ms);
+            Answer::Borrow(Borrow {
+                device,
+                vm,
+                transport: Transport::SharedMemory,
+                fence,
+                going: Some(Going { keep, resumes }),
             })
         }
         Request::BorrowMedium {

@@ -57,14 +57,31 @@ pub(crate) trait Available: Send {
 
 /// A device that can be lent to one VM at a time, by its thread.
 pub(crate) trait DeviceSource: Available {
-    /// Begins a lease: the device is reset, and has no DMA path to memory.
-    /// `bar_memory` comes from the borrower.
+    /// Begins a lease: the device is reset, or goes on from the state that a process before this one has left, and has
+    /// no DMA path to memory.
     fn lease(
         self: Box<Self>,
         transport: Transport,
         vm: &VmName,
-        bar_memory: Vec<OwnedFd>,
+        memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased>;
+}
+
+/// What the borrower provides with a lease.
+#[derive(Debug, Default)]
+pub(crate) struct BorrowerMemory {
+    /// Files behind the BARs with sparse mmap areas, in the order of the BARs.
+    pub(crate) bars: Vec<OwnedFd>,
+    /// Where the state outlives this process.
+    pub(crate) state: Option<StateFile>,
+}
+
+/// See [`farside_lender_protocol::Request::BorrowAndKeep`].
+#[derive(Debug)]
+pub(crate) struct StateFile {
+    pub(crate) file: OwnedFd,
+    /// It has the state of the lease that this one goes on with.
+    pub(crate) goes_on: bool,
 }
 
 /// A new lease.
@@ -95,6 +112,14 @@ pub(crate) trait LeasedDevice: Send {
 
     /// Writes `data` (1, 2, 4 or 8 bytes, naturally aligned, in the BAR).
     fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]);
+
+    /// The borrower's process may be told that `count` register accesses of this lease are served.
+    fn accessed(&mut self, _count: u64) {}
+
+    /// Leaves the state that outlives this process as it is, for the next one. Returns whether there is any.
+    fn leave_state(&mut self) -> bool {
+        false
+    }
 
     /// The device's interrupts.
     fn irqs(&mut self) -> &mut dyn Irqs;

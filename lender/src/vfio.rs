@@ -46,7 +46,7 @@ use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
 
 use crate::{
     refusals::{invalid, limit, unsupported},
-    source::{Available, DeviceSource, Leased, NotLeased, Report},
+    source::{Available, BorrowerMemory, DeviceSource, Leased, NotLeased, Report},
 };
 pub use bind::{bind, release};
 use dma_path::adapter;
@@ -286,10 +286,10 @@ impl DeviceSource for VfioDevice {
         self: Box<Self>,
         transport: Transport,
         vm: &VmName,
-        bar_memory: Vec<OwnedFd>,
+        memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         let bound = &self.0;
-        let opened = self.check_lease(&bar_memory).and_then(|()| {
+        let opened = self.check_lease(&memory.bars).and_then(|()| {
             let function = open_clean(&bound.id, &self.config(), &bound.stop)?;
             match transport {
                 Transport::SharedMemory => Opened::local(&bound.described, function),
@@ -342,6 +342,7 @@ fn describe(function: &Function) -> Result<Described, VfioError> {
     Ok(Described {
         description: function.description()?,
         bars: BarOwner::Lender,
+        state: 0,
     })
 }
 

@@ -204,6 +204,7 @@ impl Muted {
                 Request::Describe { .. } => Reply::Description(Box::new(Described {
                     description: DmaTest::new().description().clone(),
                     bars: BarOwner::Borrower,
+                    state: 0,
                 })),
                 Request::Status { .. } => Reply::Status(Box::new(DeviceStatus {
                     entry: DeviceEntry {
@@ -232,6 +233,7 @@ impl Muted {
                         generation: Generation(7),
                         registers: Registers::Descriptor,
                         bars: vec![BarMemory::Borrowers],
+                        chain: None,
                     }
                 }
                 Request::OpenWindow { .. } => Reply::Window { lut_entries: 1 },

@@ -311,6 +311,7 @@ const FCNTL: &[u64] = &[
     libc::F_GETFD as u64,
     libc::F_GETFL as u64,
     libc::F_ADD_SEALS as u64,
+    libc::F_GET_SEALS as u64,
 ];
 
 /// Options of prctl(2): of a thread that starts, and before a further filter.

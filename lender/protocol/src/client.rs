@@ -20,8 +20,9 @@ use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Dialer,
-    Envelope, Generation, Greeted, HeldFence, Instance, IrqUpdate, LimitUse, RamRange,
-    RegisterToken, Registers, RemoteError, Reply, Request, Transport, VERSION, channel::tls_hint,
+    Envelope, Generation, Greeted, HeldFence, Instance, IrqUpdate, Keeping, LimitUse, RamRange,
+    RegisterToken, Registers, RemoteError, Reply, Request, Secret, Transport, VERSION,
+    channel::tls_hint,
 };
 
 /// Maximum number of devices of a lender. Bounds memory and time.
@@ -101,6 +102,8 @@ pub struct Lease {
     pub bars: Vec<BarMemory>,
     /// The files of [`BarMemory::File`], in the same order.
     pub files: Vec<OwnedFd>,
+    /// The right to go on with it, if it can.
+    pub chain: Option<Secret>,
 }
 
 /// A connection to a lender.
@@ -233,6 +236,13 @@ impl Client {
     pub fn hang_up(mut self, timeout: Duration) -> bool {
         // If the lender closed the connection first, `receive` reports it.
         let _ = self.channel.shut_down_sending();
+        self.is_closed(timeout)
+    }
+
+    /// Waits for at most `timeout` until the lender has closed the connection, as [`Client::hang_up`] does. Drops
+    /// what it still sends.
+    pub fn is_closed(&mut self, timeout: Duration) -> bool {
+        self.failed = true;
         let deadline = Instant::now() + timeout;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -350,6 +360,24 @@ impl Client {
         self.take_lease(reply, fds)
     }
 
+    /// As [`Client::borrow_device`], for a lease that goes on: see [`Request::BorrowAndKeep`]. `files` are those of the
+    /// BARs, then that of the state.
+    pub fn borrow_and_keep(
+        &mut self,
+        device: &DeviceId,
+        keeping: Keeping,
+        files: &[BorrowedFd<'_>],
+    ) -> Result<Lease, CallError> {
+        let request = Request::BorrowAndKeep {
+            device: device.to_owned(),
+            fence: self.fence,
+            keep_ms: keeping.keep.as_millis().try_into().unwrap_or(u64::MAX),
+            resumes: keeping.resumes,
+        };
+        let (reply, fds) = self.call(request, files)?;
+        self.take_lease(reply, fds)
+    }
+
     fn take_lease(&mut self, reply: Reply, fds: Vec<OwnedFd>) -> Result<Lease, CallError> {
         match (reply, fds) {
             (
@@ -357,6 +385,7 @@ impl Client {
                     generation,
                     registers,
                     bars,
+                    chain,
                 },
                 fds,
             ) => {
@@ -381,6 +410,7 @@ impl Client {
                     registers,
                     bars,
                     files: fds.collect(),
+                    chain,
                 })
             }
             (other, _) => Err(self.unexpected(&other)),

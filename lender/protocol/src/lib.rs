@@ -51,6 +51,7 @@ mod limits;
 mod listener;
 mod message;
 mod secret;
+mod state;
 mod status;
 
 pub use address::{Address, AddressError};
@@ -71,4 +72,5 @@ pub use message::{
     Reply, Request, Revocation, TOKEN_LIFE, Transport, VERSION,
 };
 pub use secret::Secret;
+pub use state::{Keeping, STATE_PAGE, served};
 pub use status::{Counter, DeviceStatus};

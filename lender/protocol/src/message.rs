@@ -11,7 +11,7 @@ use crate::{
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 13;
+pub const VERSION: u32 = 14;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -219,6 +219,22 @@ pub enum Request {
         /// The [chain](MediumLease::chain) of the lease that this one goes on with.
         resumes: Option<Secret>,
     },
+    /// As [`Request::Borrow`] by [`Transport::SharedMemory`], of a device with [state](Described::state): a lease that
+    /// goes on after its process, or the lender, has ended. Descriptors: those of `Borrow`, then a file of the state's
+    /// size, sealed against resizing, which the device's process alone writes. The first page of it is
+    /// [the lease's](crate::STATE_PAGE).
+    BorrowAndKeep {
+        /// Device id.
+        device: DeviceId,
+        /// As for `Borrow`.
+        fence: Option<HeldFence>,
+        /// For how long the lender keeps the device for the VM after its process has ended, milliseconds.
+        keep_ms: u64,
+        /// The chain of the lease that this one goes on with, from the state in the file. Its process has ended: the
+        /// lender has closed the connection. Refused with [`ErrorKind::ChainEnded`] if the device was returned,
+        /// revoked or borrowed by others since.
+        resumes: Option<Secret>,
+    },
 }
 
 /// Maximum time for a guest to release a revoked device.
@@ -277,6 +293,9 @@ pub enum Reply {
         /// How the borrower's CPU accesses the sparse mmap areas: one entry for each BAR
         /// with such areas, in BAR order.
         bars: Vec<BarMemory>,
+        /// The right to go on with this lease over another connection; for [`Request::BorrowAndKeep`], unless the
+        /// medium of the device cannot be identified.
+        chain: Option<Secret>,
     },
     /// To `OpenWindow`.
     Window {
@@ -373,6 +392,9 @@ pub struct Described {
     pub description: Description,
     /// The provider of the memory of its sparse mmap areas.
     pub bars: BarOwner,
+    /// Bytes of a file in which the device's state outlives the process that serves it; 0 if it has none. See
+    /// [`Request::BorrowAndKeep`].
+    pub state: u64,
 }
 
 /// The provider of the memory behind the sparse mmap areas of a device's BARs.

@@ -66,6 +66,8 @@ pub(super) fn take_back(
     if let Err(error) = device.source().flush() {
         log::error!("{error}", error = Chain(&error));
     }
+    // The next process goes on from it.
+    let goes_on = matches!(end, End::Stopped) && device.leave_state();
     // Release fabric resources first, so that the next borrower of the free device has room.
     let source = device.end();
     let why = match &end {
@@ -80,6 +82,7 @@ pub(super) fn take_back(
         }
         End::HandedOver => "revoked: the VM is moving to another host".to_owned(),
         End::Revoked => "revoked: the guest did not release it in time".to_owned(),
+        End::Stopped if goes_on => "kept for its VM: the lender stops".to_owned(),
         End::Stopped => "revoked: the lender stops".to_owned(),
     };
     let line = format!(
@@ -94,7 +97,11 @@ pub(super) fn take_back(
             Revocation::Released
         }
     };
-    owner.home.released(generation, Release::Over(how));
+    let how = match goes_on {
+        true => Release::Cut,
+        false => Release::Over(how),
+    };
+    owner.home.released(generation, how);
     if matches!(end, End::Returned) {
         // The lease is over whether or not the borrower receives this.
         let _ = connection.send(&Reply::Done, &[], SEND_TIMEOUT);

@@ -17,7 +17,7 @@ use std::{
 use farside_daemon::{RateLimit, VmName};
 use farside_error_chain::Chain;
 use farside_fabric::LutRange;
-use farside_lender_protocol::{ChannelError, Generation, RemoteError, Reply, Revocation};
+use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, Revocation};
 use farside_vfio::SecondHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -78,7 +78,9 @@ impl WorkerDevice {
                 return true;
             }
         };
-        WorkerLease::new(owner, self, worker, borrower, (vm, generation)).run()
+        let mut lease = WorkerLease::new(owner, self, worker, borrower, (vm, generation));
+        lease.chain = chain;
+        lease.run()
     }
 }
 
@@ -110,6 +112,7 @@ struct WorkerLease<'a> {
     begun: bool,
     /// Until the lease has ended: closing it tells the borrower that its memory is out of use.
     connection: Option<Borrower>,
+    chain: Option<GrantedChain>,
     /// The end of a medium's lease, which is released once its writes are flushed.
     ended: Option<Release>,
     vm: VmName,
@@ -150,6 +153,7 @@ impl<'a> WorkerLease<'a> {
             function: None,
             begun: matches!(borrower, Borrower::Lent(_)),
             connection: Some(borrower),
+            chain: None,
             ended: None,
             vm,
             generation,
@@ -196,6 +200,17 @@ impl<'a> WorkerLease<'a> {
     /// Whether the lease is one of a medium, over the network.
     fn is_medium(&self) -> bool {
         matches!(self.connection, Some(Borrower::Lent(_)))
+    }
+
+    /// Whether a lease whose worker is gone may go on: the borrower has the secret of its chain, and is there.
+    fn may_go_on(&self) -> bool {
+        match (&self.connection, self.chain) {
+            (Some(Borrower::Lent(_)), _) => true,
+            (Some(Borrower::Asking(connection)), Some(chain)) => {
+                (self.begun || chain.goes_on) && !has_hung_up(connection)
+            }
+            _ => false,
+        }
     }
 
     fn is_leased(&self) -> bool {
@@ -323,7 +338,7 @@ impl<'a> WorkerLease<'a> {
                 CallReply::Done
             }
             // Another lease may end while the next one has a chain.
-            Call::EndChain if !self.is_medium() => {
+            Call::EndChain if self.chain.is_none() => {
                 CallReply::Refused(unsupported("this lease has no chain"))
             }
             Call::EndChain => {
@@ -503,7 +518,13 @@ impl<'a> WorkerLease<'a> {
         if !status.success() {
             log::error!("device {id}: its worker process {pid} {}", ended(status));
         }
-        let flushed = self.device.flush();
+        let goes_on = self.ended.is_none() && self.may_go_on();
+        // Within the host, what was written stays in the kernel's cache, of which the next worker reports errors.
+        let stays = goes_on && !self.is_medium() && self.late.is_empty();
+        let flushed = match stays {
+            true => Ok(()),
+            false => self.device.flush(),
+        };
         if let Err(error) = &flushed {
             log::error!("{error}");
             if self.is_medium() {
@@ -518,8 +539,13 @@ impl<'a> WorkerLease<'a> {
             }
         }
         if self.is_leased() && self.ended.is_none() {
+            let what = if goes_on {
+                "kept for its VM"
+            } else {
+                "revoked"
+            };
             let line = format!(
-                "device {id}: revoked: its worker process {pid} is gone (VM {}, generation {})",
+                "device {id}: {what}: its worker process {pid} is gone (VM {}, generation {})",
                 self.vm, self.generation
             );
             self.owner.home.line(Line::Ended, &line);
@@ -532,7 +558,7 @@ impl<'a> WorkerLease<'a> {
             // The borrow fails whether or not the peer receives this.
             let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
         }
-        let ended = match self.is_medium() {
+        let ended = match goes_on {
             true => Release::Cut,
             false => Release::Over(Revocation::Ended),
         };
@@ -540,6 +566,13 @@ impl<'a> WorkerLease<'a> {
         self.release(ended);
         true
     }
+}
+
+/// Whether the peer of a connection has closed it.
+fn has_hung_up(connection: &Channel) -> bool {
+    let mut fds = [PollFd::new(connection, PollFlags::RDHUP)];
+    let ready = poll(&mut fds, Some(&Timespec::default()));
+    ready.is_ok_and(|_| !fds[0].revents().is_empty())
 }
 
 /// Which of a worker's channels are open.

@@ -24,7 +24,9 @@ use super::{
 use crate::{
     refusals::{failed, internal, invalid, refused},
     registry::{Lease, Release},
-    source::{DRAIN_TIMEOUT, DeviceSource, Leased, LeasedDevice, NotLeased},
+    source::{
+        BorrowerMemory, DRAIN_TIMEOUT, DeviceSource, Leased, LeasedDevice, NotLeased, StateFile,
+    },
 };
 
 /// Maximum number of register accesses served per round.
@@ -76,14 +78,23 @@ impl<'a> LeaseLoop<'a> {
             generation,
             transport,
             bar_memory,
-            chain: _,
+            state,
+            chain,
         } = lease;
+        let state = chain.zip(state).map(|(chain, file)| StateFile {
+            file,
+            goes_on: chain.goes_on,
+        });
+        let memory = BorrowerMemory {
+            bars: bar_memory,
+            state,
+        };
         let id = owner.id.clone();
         let peer = connection.peer();
         let tokens = owner.home.tokens();
         let granted = match Offer::new(&connection, tokens) {
             Ok(offer) => source
-                .lease(transport, &vm, bar_memory)
+                .lease(transport, &vm, memory)
                 .map(|leased| (leased, offer)),
             Err(error) => Err(NotLeased {
                 source,
@@ -130,6 +141,7 @@ impl<'a> LeaseLoop<'a> {
             generation,
             registers,
             bars,
+            chain: chain.map(|chain| chain.secret),
         };
         let sent = connection.send(&reply, &fds, SEND_TIMEOUT);
         drop(files);
@@ -361,9 +373,11 @@ impl<'a> LeaseLoop<'a> {
                         let data = &data[..usize::from(len)];
                         self.device.bar_write(bar, offset, data);
                     }
+                    self.device.accessed(self.served);
                     continue;
                 }
             };
+            self.device.accessed(self.served);
             // As on PCIe, where a completion does not pass posted requests.
             self.send_relayed();
             self.registers
@@ -569,6 +583,7 @@ impl<'a> LeaseLoop<'a> {
             | Request::Check { .. }
             | Request::Borrow { .. }
             | Request::BorrowMedium { .. }
+            | Request::BorrowAndKeep { .. }
             | Request::Handover { .. }
             | Request::EndReservation { .. }
             | Request::Revoke { .. }

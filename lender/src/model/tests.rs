@@ -107,7 +107,7 @@ impl Stage {
         let leased = Box::new(model.unwrap()).lease(
             Transport::SharedMemory,
             &"vm".parse().unwrap(),
-            Vec::new(),
+            BorrowerMemory::default(),
         );
         let mut stage = Self {
             model: leased.map_err(|not| not.error).unwrap().device,

@@ -21,7 +21,9 @@ use farside_lender_protocol::{
 
 use crate::{
     refusals::{failed, invalid},
-    source::{Available, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
+    source::{
+        Available, BorrowerMemory, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report,
+    },
 };
 
 /// Calls of a device, in order.
@@ -75,6 +77,7 @@ impl Recorder {
             described: Described {
                 description: DmaTest::new().description().clone(),
                 bars: BarOwner::Lender,
+                state: 0,
             },
             log: Arc::clone(&log),
             relay: Arc::new(Relay::new()),
@@ -126,7 +129,7 @@ impl DeviceSource for Recorder {
         self: Box<Self>,
         _route: Transport,
         _vm: &VmName,
-        _bar_memory: Vec<OwnedFd>,
+        _memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         self.note(Done::Begin);
         Ok(Leased {

@@ -27,7 +27,9 @@ use super::{
     device::BAR,
     host::{DEADLINE, Host},
 };
-use crate::source::{Available, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report};
+use crate::source::{
+    Available, BorrowerMemory, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report,
+};
 
 /// Minimum, relative to a thread that polls and never yields, and so has its fair share of
 /// the CPU. A device that yields to the neighbour has a hundredth.
@@ -137,7 +139,7 @@ impl DeviceSource for Echo {
         self: Box<Self>,
         _: Transport,
         _: &VmName,
-        _: Vec<OwnedFd>,
+        _: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         pin_to(self.cpu);
         Ok(Leased {
@@ -255,6 +257,7 @@ fn a_busy_neighbour_does_not_starve_the_device() {
         described: Described {
             description: DmaTest::new().description().clone(),
             bars: BarOwner::Lender,
+            state: 0,
         },
         doorbell: Arc::clone(&doorbell),
         cpu: device,

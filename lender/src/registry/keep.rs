@@ -1,4 +1,4 @@
-//! Leases of media that go on over another connection: see [`crate::chains`].
+//! Leases that go on over another connection: see [`crate::chains`].
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ pub(crate) struct GrantedChain {
     pub(crate) goes_on: bool,
 }
 
-/// A borrow of a medium.
+/// A borrow whose lease goes on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Going {
     /// Time for which the device is kept after a cut.
@@ -108,7 +108,17 @@ impl Registry {
         }
     }
 
-    /// Grants a lease of a device's medium, with its chain.
+    /// Whether a device has a medium by which it is told from another of the same id.
+    pub(crate) fn has_medium(&self, id: &DeviceId) -> bool {
+        let records = self.lock();
+        records
+            .slots
+            .get(id)
+            .is_some_and(|slot| slot.medium.is_some())
+    }
+
+    /// Grants a lease that goes on, with its chain: of a device's medium, over the network, or of the device within
+    /// the host.
     pub(crate) fn grant_medium<'a>(
         &'a self,
         id: &'a DeviceId,

@@ -22,6 +22,7 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
     let described = Described {
         description,
         bars: BarOwner::Borrower,
+        state: 0,
     };
     let queue = RequestQueue::new(sender, Wakeup::new().unwrap());
     let access = Access::new(&id, 0, Vec::new());
@@ -36,6 +37,7 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
         generation: grant.generation(),
         transport: Transport::Ntb,
         bar_memory: Vec::new(),
+        state: None,
         chain: None,
     };
     let claim = Claim {

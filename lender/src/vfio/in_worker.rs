@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     refusals::{internal, unsupported},
-    source::{Available, DeviceSource, Leased, NotLeased, Report},
+    source::{Available, BorrowerMemory, DeviceSource, Leased, NotLeased, Report},
 };
 
 /// A function to be opened.
@@ -86,7 +86,7 @@ impl DeviceSource for WorkerFunction {
         self: Box<Self>,
         _: Transport,
         vm: &VmName,
-        _: Vec<OwnedFd>,
+        _: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         match Opened::local(&self.described, Arc::clone(&self.function)) {
             Ok(opened) => Ok(LeasedFunction::lease(self.id.clone(), self, vm, opened)),

@@ -17,7 +17,7 @@ use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
     BarOwner, Channel, ChannelError, Described, DeviceEntry, MediumLease, RamRange, RemoteError,
-    Reply, Secret, Transport,
+    Reply, STATE_PAGE, Secret, Transport,
 };
 use farside_medium::Secrets;
 use farside_vfio::SecondHandle;
@@ -83,16 +83,18 @@ impl WorkerDevice {
         adapter: Adapter,
         program: Program,
     ) -> Result<Self, nvme::ConfigError> {
-        let (description, image) = match &model {
+        let (description, image, state) = match &model {
             config::Model::Nvme(config) => {
                 let image = config.open_image()?;
-                (config.description(image.size), Some(image))
+                let state = STATE_PAGE + nvme::STATE_BYTES;
+                (config.description(image.size), Some(image), state)
             }
-            config::Model::DmaTest(_) => (dma_test::DmaTest::new().description().clone(), None),
+            config::Model::DmaTest(_) => (dma_test::DmaTest::new().description().clone(), None, 0),
         };
         let described = Described {
             description,
             bars: BarOwner::Borrower,
+            state,
         };
         let device = Kind::Model(Box::new(ModelKind {
             model,
@@ -173,7 +175,10 @@ impl WorkerDevice {
             Ok(worker) => worker,
             Err(error) => return Err((Some(lease.connection), error)),
         };
-        let served = match lease.chain {
+        let kept = lease
+            .chain
+            .filter(|_| lease.transport != Transport::Network);
+        let served = match lease.chain.filter(|_| kept.is_none()) {
             Some(chain) => {
                 let replied = self.reply(&mut lease, chain.secret);
                 if let Err(error) = replied {
@@ -199,10 +204,13 @@ impl WorkerDevice {
             vm: lease.vm,
             generation: lease.generation,
             transport: lease.transport,
+            chain: kept.map(|chain| (chain.secret, chain.goes_on)),
         }));
+        let state = lease.state.filter(|_| kept.is_some());
         let fds: Vec<BorrowedFd<'_>> = [worker.their_calls.as_fd(), borrower.as_fd()]
             .into_iter()
             .chain(self.file().map(AsFd::as_fd))
+            .chain(state.iter().map(AsFd::as_fd))
             .chain(lease.bar_memory.iter().map(AsFd::as_fd))
             .collect();
         match worker.worker.orders.send(&start, &fds, START_TIMEOUT) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use farside_daemon::VmName;
 use farside_devices::nvme::EngineChoice;
 use farside_fabric::{LutRange, NtbLimits, PeerAddress};
-use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Transport};
+use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Secret, Transport};
 use farside_medium::Secrets;
 use farside_vfio::HandleParts;
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ use crate::{device_loop::Line, registry::Release, source::Report, vfio::Function
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
     /// Serve a lease. Comes with descriptors: for [calls](Call), the borrower's connection,
-    /// the image if there is one, and the memory of BARs.
+    /// the image and the file of the state if there are any, and the memory of BARs.
     Start(Box<Start>),
     /// Report the device's status.
     Status,
@@ -43,6 +43,9 @@ pub(crate) struct Start {
     pub(crate) vm: VmName,
     pub(crate) generation: Generation,
     pub(crate) transport: Transport,
+    /// Of a lease within the host that may go on: its chain's secret, and whether it goes on. The file of the state
+    /// comes as a descriptor, before those of BARs.
+    pub(crate) chain: Option<(Secret, bool)>,
 }
 
 /// What is lent.

@@ -38,7 +38,7 @@ use super::{
 use crate::{
     device_loop::{DeviceLoop, Home, Line},
     model::ModelDevice,
-    registry::{DeviceRequest, Lease, Release, RequestQueue},
+    registry::{DeviceRequest, GrantedChain, Lease, Release, RequestQueue},
     requests::{ANSWER_TIMEOUT, HANDOVER_TIMEOUT},
     source::DeviceSource,
     tokens::RegisterTokens,
@@ -95,6 +95,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         vm,
         generation,
         transport,
+        chain,
     } = *start;
     let mut fds = fds.into_iter();
     let mut next = || fds.next().ok_or(WorkerError::InvalidLease);
@@ -188,13 +189,15 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
             report
         })?;
     confine::restrict_system_calls(kind)?;
+    let state = chain.map(|_| fds.next().ok_or(WorkerError::InvalidLease));
     let lease = Lease {
         connection,
         vm,
         generation,
         transport,
+        state: state.transpose()?,
         bar_memory: fds.collect(),
-        chain: None,
+        chain: chain.map(|(secret, goes_on)| GrantedChain { secret, goes_on }),
     };
     queue
         .post(DeviceRequest::Lease(lease))

@@ -63,6 +63,9 @@ pub use config::{Config, ConfigError, MODEL_LEN, SERIAL_LEN};
 pub use controller::Nvme;
 pub use pci::{DEVICE_ID, VENDOR_ID};
 
+/// Bytes of the state that outlives the controller's process.
+pub const STATE_BYTES: u64 = state::SIZE as u64;
+
 use farside_fabric::{Access, memory::HostSlice};
 
 use crate::Dma;

@@ -64,6 +64,7 @@ fn lease(generation: u64) -> Lease {
         generation: Generation(generation),
         transport: Transport::SharedMemory,
         bar_memory: Vec::new(),
+        state: None,
         chain: None,
     }
 }

@@ -43,6 +43,7 @@ fn no_description() -> Described {
     Described {
         description,
         bars: BarOwner::Borrower,
+        state: 0,
     }
 }
 
@@ -480,6 +481,7 @@ fn a_device_stays_kept_if_its_thread_does_not_take_the_lease() {
             generation,
             transport: Transport::Network,
             bar_memory: Vec::new(),
+            state: None,
             chain: Some(chain),
         });
         posted.unwrap_err();

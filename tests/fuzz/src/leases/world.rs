@@ -322,6 +322,7 @@ impl World {
                     generation,
                     transport,
                     bar_memory: Vec::new(),
+                    state: None,
                     chain,
                 };
                 grant.post(lease).expect("the device's thread has room");
