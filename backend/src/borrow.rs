@@ -75,6 +75,7 @@ pub(crate) mod worker;
 use std::{os::fd::OwnedFd, sync::Arc};
 
 pub(crate) use farside_backend_api::BorrowState as State;
+use farside_fabric::memory::HostSlice;
 use farside_irq_relay::SetIrqs;
 
 use crate::dma_table::{Blocked, DmaTable, Mapping};
@@ -135,11 +136,22 @@ pub(crate) enum Step {
 pub(crate) struct Setup {
     /// Files of the BARs with sparse mmap areas.
     pub(crate) bar_files: Vec<Arc<OwnedFd>>,
+    /// The file in which the device's state outlives its process.
+    pub(crate) state: Option<Arc<OwnedFd>>,
+    /// Its first page.
+    pub(crate) state_page: Option<HostSlice>,
     /// Its interrupt configuration.
     pub(crate) irqs: Vec<SetIrqs>,
     pub(crate) intx_disable: bool,
     /// Its DMA mappings.
     pub(crate) memory: DmaTable,
+}
+
+impl Setup {
+    /// The files for a lease that goes on, in the order of the request.
+    pub(crate) fn files(&self) -> Vec<Arc<OwnedFd>> {
+        self.bar_files.iter().chain(&self.state).cloned().collect()
+    }
 }
 
 impl Event {

@@ -7,32 +7,36 @@
 
 mod bars;
 mod config_write;
+mod outage;
 mod pending;
 mod perform;
+mod register_log;
 mod registers;
 mod report;
 mod requests;
 
 use std::time::{Duration, Instant};
 
-use farside_backend_api::DeviceReport;
+use farside_backend_api::{ConnectionState, DeviceReport};
 use farside_config_space::ConfigSpace;
 use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_irq_relay::{IrqCounts, Vectors};
-use farside_lender_protocol::{Channel, Described, ErrorKind};
+use farside_lender_protocol::{Channel, Described, ErrorKind, MAX_FDS, Transport};
 use farside_vfio_user::{ClientLog, Reply, ReplyTo, serve::Answer};
 use rustix::io::Errno;
 
 use crate::{
     borrow::{
-        Event, State,
+        Event, Setup, State,
         worker::{NewLease, Outcome, Settings, StepDone, WorkError, Worker},
     },
     dma_table::DmaTable,
 };
 use bars::Bars;
+use outage::Outage;
 use pending::{Finish, Pending, Task, Waiting};
+use register_log::RegisterLog;
 
 /// Maximum number of register-channel events processed per round of the event loop.
 const REGISTER_EVENTS: usize = 256;
@@ -64,6 +68,11 @@ pub(crate) struct Device {
     pub(crate) client_log: ClientLog,
     line_limits: LineLimits,
     registers: Option<Channel>,
+    log: RegisterLog,
+    /// The lease goes on when the device's process has ended.
+    goes_on: bool,
+    /// That has no process.
+    outage: Option<Outage>,
     /// Closed register channels, kept until the event loop no longer watches them: their descriptor
     /// numbers must not be reused earlier.
     retired: Vec<Channel>,
@@ -131,6 +140,9 @@ impl Device {
             client_log: ClientLog::default(),
             line_limits: LineLimits::default(),
             registers: None,
+            log: RegisterLog::default(),
+            goes_on: false,
+            outage: None,
             retired: Vec::new(),
             state: State::default(),
             absent: false,
@@ -171,7 +183,7 @@ impl Device {
 
     /// Whether a register access waits for room in the channel.
     pub(crate) fn wants_register_room(&self) -> bool {
-        matches!(self.pending.waiting, Waiting::Room(_))
+        matches!(self.pending.waiting, Waiting::Room(_)) || self.log.is_waiting()
     }
 
     /// The device's current report.
@@ -190,6 +202,24 @@ impl Device {
     /// The device's name in log lines.
     pub(crate) fn name(&self) -> String {
         format!("device {} (VM {})", self.settings.device, self.settings.vm)
+    }
+
+    /// What a borrow takes from the client.
+    fn setup(&self) -> Setup {
+        Setup {
+            bar_files: self.bars.files(),
+            state: self.bars.state_file(),
+            state_page: self.bars.state_page(),
+            irqs: self.vectors.configuration(MAX_FDS as u16),
+            intx_disable: self.config.intx_disabled(),
+            memory: self.memory.clone(),
+        }
+    }
+
+    /// Processes tasks whose time has come.
+    pub(crate) fn on_time(&mut self) -> Option<Conclusion<'_>> {
+        self.advance();
+        self.conclusion()
     }
 
     /// When the pending register read was sent to the lender, if any.
@@ -238,8 +268,8 @@ impl Device {
     /// Handles the worker's outcome. Returns the answer to the held request, if that completes it.
     pub(crate) fn on_worker(&mut self) -> Option<Conclusion<'_>> {
         let outcome = self.worker.outcome()?;
-        self.absorb(outcome);
         self.pending.waiting = Waiting::No;
+        self.absorb(outcome);
         self.advance();
         self.conclusion()
     }
@@ -254,10 +284,15 @@ impl Device {
                 Ok(Some(event)) => self.on_register_event(event),
                 Ok(None) => break,
                 Err(error) => {
-                    self.lender_gone(&Chain(&error));
+                    self.registers_ended(&error);
                     break;
                 }
             }
+        }
+        if let Some(channel) = &mut self.registers
+            && let Err(error) = self.log.flush(channel)
+        {
+            self.registers_ended(&error);
         }
         self.pending.retry();
         self.advance();
@@ -284,6 +319,9 @@ impl Device {
             steps,
             opened,
             result,
+            away,
+            attempt,
+            unserved,
         } = outcome;
         self.state = state;
         opened.fill(&mut self.report);
@@ -300,8 +338,30 @@ impl Device {
             }
         }
         match self.state {
-            State::Unleased | State::Lost => self.retired.extend(self.registers.take()),
+            State::Unleased | State::Lost => {
+                self.retired.extend(self.registers.take());
+                self.end_outage();
+                self.goes_on = false;
+                self.log.clear();
+            }
             State::Leased | State::Ready | State::Closing => {}
+        }
+        if let State::Unleased = self.state
+            && self.settings.transport != Transport::Network
+        {
+            self.settings.network.clear();
+        }
+        if away && self.outage.is_none() {
+            self.begin_outage();
+        }
+        if let Some(job) = unserved {
+            self.pending.then.push_front(Task::Work(job));
+        }
+        if attempt {
+            return match &result {
+                Ok(()) => self.resumed(),
+                Err(error) => self.attempt_failed(error),
+            };
         }
         if let Err(error) = result {
             self.fail(&error);
@@ -309,7 +369,20 @@ impl Device {
     }
 
     fn adopt(&mut self, lease: NewLease) {
-        self.retired.extend(self.registers.replace(lease.registers));
+        match self.outage {
+            Some(_) => self.log.cut(lease.served),
+            None => {
+                self.log = RegisterLog::new(self.bars.state_page().filter(|_| lease.goes_on));
+                if lease.goes_on {
+                    let state = &self.settings.network;
+                    state.set(ConnectionState::Connected, Instant::now(), None);
+                }
+            }
+        }
+        self.goes_on = lease.goes_on;
+        let registers = self.registers.insert(lease.registers);
+        // An error recurs when the channel is read.
+        let _ = self.log.flush(registers);
         self.bars.adopt(lease.bars);
         self.absent = false;
         self.release_requested = false;

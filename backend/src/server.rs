@@ -50,8 +50,8 @@ pub(crate) struct DeviceServer {
     listener: Listener,
     client: Option<Client>,
     timer: TimerFd,
-    /// Whether the timer is armed.
-    timed: bool,
+    /// When the timer expires, if it is armed.
+    timed: Option<Instant>,
     /// The current registrations with the event loop.
     watched: [Option<(RawFd, EventSet)>; Source::ALL.len()],
     /// Disconnected clients, kept until the event loop no longer watches them.
@@ -80,7 +80,7 @@ impl DeviceServer {
             listener,
             client: None,
             timer: TimerFd::new()?,
-            timed: false,
+            timed: None,
             watched: [None; Source::ALL.len()],
             retired: Vec::new(),
             retiring: false,
@@ -220,26 +220,29 @@ impl DeviceServer {
     fn on_timer(&mut self) {
         // Only that it expired matters. It has, so this does not block.
         let _ = self.timer.wait();
-        self.timed = false;
+        self.timed = None;
+        self.conclude(Device::on_time);
         let since = self.device.register_read_since();
         if since.is_some_and(|since| since.elapsed() >= REGISTER_TIMEOUT) {
             self.conclude(|device| device.on_register_timeout(REGISTER_TIMEOUT));
         }
     }
 
-    /// Arms the timer while a register read is pending. It stays armed after the answer: setting it
-    /// for each read would cost a system call.
+    /// Arms the timer while a register read is pending, or the device waits for a process. It stays armed after the
+    /// answer to a read: setting it for each one would cost a system call.
     fn set_timer(&mut self) {
-        let Some(since) = self.device.register_read_since().filter(|_| !self.timed) else {
+        let read = self.device.register_read_since();
+        let due = read.map(|since| since + REGISTER_TIMEOUT);
+        let due = due.into_iter().chain(self.device.next_attempt()).min();
+        let Some(due) = due.filter(|due| self.timed.is_none_or(|timed| *due < timed)) else {
             return;
         };
-        let due = since + REGISTER_TIMEOUT;
         // Zero would stop it.
         let left = due
             .saturating_duration_since(Instant::now())
             .max(Duration::from_millis(1));
         match self.timer.reset(left, None) {
-            Ok(()) => self.timed = true,
+            Ok(()) => self.timed = Some(due),
             Err(errno) => log::error!("{}: timer: {errno}", self.device.name()),
         }
     }

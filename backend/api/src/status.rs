@@ -86,7 +86,8 @@ pub struct DeviceReport {
     pub last_error: Option<String>,
     /// Time limit of a bus-master enable, in milliseconds.
     pub open_timeout_ms: u64,
-    /// The connection to the medium, of a device that is borrowed over the network.
+    /// The connection to the medium, of a device that is borrowed over the network; to the device's process, of one
+    /// within the host whose lease goes on in another.
     #[serde(default)]
     pub connection: Option<Connection>,
     /// The status of the controller of such a device, which is in the backend.
@@ -94,7 +95,7 @@ pub struct DeviceReport {
     pub controller: Option<DeviceStatus>,
 }
 
-/// The connection to a medium in another host.
+/// The connection to a medium in another host, or to the process of a device in this one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Connection {
     /// Whether I/O goes on.
@@ -103,6 +104,9 @@ pub struct Connection {
     pub seconds: u64,
     /// Failed attempts to connect since the device was borrowed.
     pub retries: u64,
+    /// How often the device has gone on in another process at the lender, of a device that is borrowed within the host.
+    #[serde(default)]
+    pub restarts: u64,
     /// The last failure.
     pub last_error: Option<String>,
 }
@@ -125,6 +129,7 @@ impl fmt::Display for Connection {
             state,
             seconds,
             retries,
+            restarts,
             last_error,
         } = self;
         match state {
@@ -134,6 +139,9 @@ impl fmt::Display for Connection {
         }
         if *retries > 0 {
             write!(f, ", {retries} retries")?;
+        }
+        if *restarts > 0 {
+            write!(f, ", {restarts} restarts")?;
         }
         match last_error {
             Some(error) => write!(f, " (last: {error})"),

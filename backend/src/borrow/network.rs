@@ -60,6 +60,7 @@ struct Connected {
     state: ConnectionState,
     since: Instant,
     retries: u64,
+    restarts: u64,
     error: Option<String>,
 }
 
@@ -74,25 +75,41 @@ impl NetworkState {
             state: it.state,
             seconds: it.since.elapsed().as_secs(),
             retries: it.retries,
+            restarts: it.restarts,
             last_error: it.error,
         });
         (connection, controller.and_then(|it| it.status()))
     }
 
-    fn set(&self, state: ConnectionState, since: Instant, error: Option<String>) {
+    pub(crate) fn set(&self, state: ConnectionState, since: Instant, error: Option<String>) {
         let mut shown = self.lock();
         let before = shown.connection.take();
         let retries = before.as_ref().map_or(0, |before| before.retries);
+        let restarts = before.as_ref().map_or(0, |before| before.restarts);
         let error = error.or(before.and_then(|before| before.error));
         shown.connection = Some(Connected {
             state,
             since,
             retries,
+            restarts,
             error,
         });
     }
 
-    fn retried(&self, error: String) {
+    /// The device goes on in another process.
+    pub(crate) fn restarted(&self, now: Instant) {
+        self.set(ConnectionState::Connected, now, None);
+        if let Some(connection) = &mut self.lock().connection {
+            connection.restarts += 1;
+        }
+    }
+
+    /// Nothing is borrowed.
+    pub(crate) fn clear(&self) {
+        *self.lock() = Shown::default();
+    }
+
+    pub(crate) fn retried(&self, error: String) {
         if let Some(connection) = &mut self.lock().connection {
             connection.retries += 1;
             connection.error = Some(error);
@@ -113,7 +130,7 @@ pub(super) struct Remote {
 
 impl Drop for Remote {
     fn drop(&mut self) {
-        *self.state.lock() = Shown::default();
+        self.state.clear();
     }
 }
 
@@ -313,7 +330,7 @@ impl Keeping {
 }
 
 /// Whether a refusal stays: asking again does not help.
-fn is_final(kind: ErrorKind) -> bool {
+pub(crate) fn is_final(kind: ErrorKind) -> bool {
     match kind {
         ErrorKind::ChainEnded
         | ErrorKind::UnknownDevice

@@ -36,6 +36,7 @@ pub(crate) struct OpenReport {
 /// A mapping that the device can reach.
 struct Segment {
     range: GpaRange,
+    memory: MemoryRange,
     /// Its mappings in the borrower's domain: one piece for each window that spans it.
     pieces: Vec<Piece>,
     /// `None` for a page behind a vIOMMU: [`PagePins`] has it pinned until the path closes.
@@ -369,6 +370,36 @@ impl OpenPath {
         Ok(())
     }
 
+    /// Opens the same windows onto the same memory, which stays pinned, in another process of the device.
+    pub(crate) fn reopen(&mut self, client: &mut Client) -> Result<(), PathError> {
+        for window in &mut self.windows {
+            let iova = window_iova(window.range.start());
+            let len = window.range.len();
+            window.lut_entries = client.open_window(iova, window.peer.start(), len)?;
+        }
+        for segment in self.segments.values() {
+            for piece in &segment.pieces {
+                let part = piece.of(&segment.memory, segment.range.start());
+                let mut done = 0;
+                let at = piece.peer_address;
+                self.peer_mapper.map(client, at, part, &mut done)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`OpenPath::unmap`], of a device that has no process.
+    pub(crate) fn forget(&mut self, mapping: &Mapping) {
+        self.unreachable.remove(&mapping.range.start());
+        self.segments.remove(&mapping.range.start());
+    }
+
+    /// Records a mapping that could not be added as unreachable, of a device that has no process.
+    pub(crate) fn leave_out(&mut self, mapping: &Mapping) {
+        let start = mapping.range.start();
+        self.unreachable.insert(start, mapping.range.len());
+    }
+
     pub(crate) fn report(&self) -> OpenReport {
         let pins = || {
             let own = self
@@ -421,6 +452,7 @@ impl OpenPath {
         let Adding { pins, .. } = std::mem::take(&mut self.adding);
         let segment = Segment {
             range: mapping.range,
+            memory,
             pieces,
             pins,
         };
@@ -583,6 +615,7 @@ mod tests {
         let insert = |path: &mut OpenPath, range: GpaRange| {
             let segment = Segment {
                 range,
+                memory: MemoryRange::whole(std::fs::File::open("/dev/null").unwrap(), range.len()),
                 pieces: Vec::new(),
                 pins: None,
             };

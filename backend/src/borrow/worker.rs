@@ -25,7 +25,7 @@ use farside_lender_protocol::{
 use farside_ntb::Adapter;
 
 use super::{
-    State, Step,
+    Setup, State, Step,
     bars::BarFile,
     error::PathError,
     network::NetworkState,
@@ -112,6 +112,8 @@ pub(crate) enum Job {
     SetIrqs(SetIrqs),
     /// Forward the INTx disable bit.
     SetIntxDisable(bool),
+    /// The device's process has ended: try once to go on in another.
+    Resume(Setup),
 }
 
 /// The outcome of a [`Job`].
@@ -123,6 +125,12 @@ pub(crate) struct Outcome {
     /// The memory behind the open path.
     pub(crate) opened: OpenReport,
     pub(crate) result: Result<(), WorkError>,
+    /// The device has no process, and may go on in another.
+    pub(crate) away: bool,
+    /// This was an attempt to.
+    pub(crate) attempt: bool,
+    /// What was not done, as its process has ended.
+    pub(crate) unserved: Option<Job>,
 }
 
 /// The result of a [`Step`].
@@ -140,6 +148,10 @@ pub(crate) struct NewLease {
     pub(crate) registers: Channel,
     /// The mmap-able memory of each BAR with sparse mmap areas, if any.
     pub(crate) bars: Vec<Option<BarFile>>,
+    /// It goes on when its process has ended.
+    pub(crate) goes_on: bool,
+    /// How many register accesses the process before has served, of a lease that goes on.
+    pub(crate) served: u64,
 }
 
 /// The guest's memory layout and the cost of opening the path.
@@ -282,6 +294,9 @@ impl Worker {
                 steps: Vec::new(),
                 opened: OpenReport::default(),
                 result: Err(WorkError::Panicked),
+                away: false,
+                attempt: false,
+                unserved: None,
             }),
         }
     }

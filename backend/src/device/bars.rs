@@ -9,16 +9,46 @@ use std::{
     sync::Arc,
 };
 
-use farside_lender_protocol::{BarOwner, Described};
+use farside_fabric::memory::{HostSlice, SharedMemory};
+use farside_lender_protocol::{BarOwner, Described, STATE_PAGE};
 use farside_vfio_user::{Mappable, SparseArea};
 
 use crate::borrow::bars::BarFile;
 
-/// The BARs with sparse mmap areas.
+/// The BARs with sparse mmap areas, and the device's state.
 pub(crate) struct Bars {
     owner: BarOwner,
     bars: [Option<Bar>; 6],
+    state: Option<StateFile>,
 }
+
+/// The file in which the device's state outlives its process, and its first page.
+struct StateFile {
+    file: Arc<OwnedFd>,
+    page: HostSlice,
+}
+
+impl StateFile {
+    /// `None` if the device has no state.
+    fn new(bytes: u64) -> std::io::Result<Option<Self>> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        if !(STATE_PAGE..=MOST_STATE).contains(&bytes) {
+            return Err(std::io::Error::other(format!(
+                "its state has {bytes} bytes: {STATE_PAGE} to {MOST_STATE} are supported"
+            )));
+        }
+        let file = farside_fabric::memory::create_sealed("farside-state", bytes)?;
+        let memory = SharedMemory::map(file.try_clone()?, 0, STATE_PAGE as usize, false)?;
+        let page = memory.slice(0, STATE_PAGE as usize);
+        let file = Arc::new(file);
+        Ok(page.map(|page| Self { file, page }))
+    }
+}
+
+/// Most bytes of a device's state.
+const MOST_STATE: u64 = 16 << 20;
 
 struct Bar {
     areas: Vec<SparseArea>,
@@ -56,7 +86,18 @@ impl Bars {
         Ok(Self {
             owner: described.bars,
             bars,
+            state: StateFile::new(described.state)?,
         })
+    }
+
+    /// The file of the device's state.
+    pub(crate) fn state_file(&self) -> Option<Arc<OwnedFd>> {
+        self.state.as_ref().map(|state| Arc::clone(&state.file))
+    }
+
+    /// The first page of the device's state.
+    pub(crate) fn state_page(&self) -> Option<HostSlice> {
+        self.state.as_ref().map(|state| state.page.clone())
     }
 
     /// The files to send with a borrow, in the order of the BARs.

@@ -2,8 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use farside_error_chain::Chain;
-use farside_lender_protocol::{MAX_FDS, registers::Event as RegisterEvent};
+use farside_lender_protocol::registers::Event as RegisterEvent;
 use farside_pci::regs::STATUS_INTERRUPT;
 
 use super::{
@@ -13,14 +12,14 @@ use super::{
     registers,
 };
 use crate::{
-    borrow::{Event, Setup, Step, worker::Job},
+    borrow::{Event, Step, worker::Job},
     dma_table::DmaTable,
 };
 
 impl Device {
     /// Executes tasks until the queue is empty or one waits.
     pub(super) fn advance(&mut self) {
-        while let Some(task) = self.pending.take() {
+        while let Some(task) = self.next_task() {
             self.perform(task);
         }
     }
@@ -53,6 +52,10 @@ impl Device {
         if returning {
             self.bars.release();
         }
+        if matches!(&job, Job::Take(steps) if steps.iter().any(|step| matches!(step, Step::Reset)))
+        {
+            self.log.clear();
+        }
         self.worker.post(job);
         self.pending.waiting = Waiting::Worker { returning };
     }
@@ -62,12 +65,7 @@ impl Device {
         if self.absent && matches!(event, Event::BarAccess) {
             return;
         }
-        let steps = event.steps(self.state, || Setup {
-            bar_files: self.bars.files(),
-            irqs: self.vectors.configuration(MAX_FDS as u16),
-            intx_disable: self.config.intx_disabled(),
-            memory: self.memory.clone(),
-        });
+        let steps = event.steps(self.state, || self.setup());
         if !steps.is_empty() {
             self.post(Job::Take(steps));
         }
@@ -82,22 +80,31 @@ impl Device {
             RegisterRead::Bar { done, .. } if done == self.buffer.len() => return,
             RegisterRead::Bar { bar, offset, done } => {
                 let left = self.buffer.len() - done;
-                registers::request_read(channel, bar, offset + done as u64, left)
+                registers::request_read(channel, &mut self.log, bar, offset + done as u64, left)
             }
-            RegisterRead::InterruptStatus { .. } => registers::request_interrupt_status(channel),
+            RegisterRead::InterruptStatus { .. } => {
+                registers::request_interrupt_status(channel, &mut self.log)
+            }
         };
         match asked {
             Ok(true) => self.pending.waiting = Waiting::Register(read, Instant::now()),
             Ok(false) => self.pending.waiting = Waiting::Room(Task::Read(read)),
-            Err(error) => self.lender_gone(&Chain(&error)),
+            Err(error) => {
+                self.pending.then.push_front(Task::Read(read));
+                self.registers_ended(&error);
+            }
         }
     }
 
     fn write_bar(&mut self, bar: u8, offset: u64, data: Vec<u8>, done: usize) {
+        let rest = offset + done as u64;
         let Some(channel) = &mut self.registers else {
+            if self.outage.is_some() {
+                self.keep_write(bar, rest, &data[done..]);
+            }
             return;
         };
-        match registers::post_write(channel, bar, offset + done as u64, &data[done..]) {
+        match registers::post_write(channel, &mut self.log, bar, rest, &data[done..]) {
             Ok(sent) if done + sent == data.len() => {}
             Ok(sent) => {
                 let done = done + sent;
@@ -108,7 +115,12 @@ impl Device {
                     done,
                 });
             }
-            Err(error) => self.lender_gone(&Chain(&error)),
+            // Pieces that were sent are in the log, if the device goes on.
+            Err((sent, error)) => {
+                let rest = Task::bar_write(bar, offset, &data, done + sent);
+                self.pending.then.push_front(rest);
+                self.registers_ended(&error);
+            }
         }
     }
 

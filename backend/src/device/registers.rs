@@ -5,6 +5,8 @@ use farside_lender_protocol::{
     registers::{Access, Event},
 };
 
+use super::register_log::RegisterLog;
+
 /// Size of the next access of a transfer: naturally aligned, 1, 2, 4 or 8 bytes.
 pub(crate) fn piece(offset: u64, left: usize) -> usize {
     let aligned = 1 << offset.trailing_zeros().min(3);
@@ -13,25 +15,19 @@ pub(crate) fn piece(offset: u64, left: usize) -> usize {
 }
 
 /// Posts as much of a write as there is room for. Returns the number of bytes sent.
+///
+/// # Errors
+/// The number of bytes sent before, and the channel's error.
 pub(crate) fn post_write(
     channel: &mut Channel,
+    log: &mut RegisterLog,
     bar: u8,
     offset: u64,
     data: &[u8],
-) -> Result<usize, ChannelError> {
+) -> Result<usize, (usize, ChannelError)> {
     let mut done = 0;
-    while done < data.len() {
-        let at = offset + done as u64;
-        let len = piece(at, data.len() - done);
-        let mut value = [0; 8];
-        value[..len].copy_from_slice(&data[done..done + len]);
-        let access = Access::Write {
-            bar,
-            offset: at,
-            len: len as u8,
-            value: u64::from_le_bytes(value),
-        };
-        if !channel.try_send(&access, &[])? {
+    for (access, len) in writes(bar, offset, data) {
+        if !log.send(channel, access).map_err(|error| (done, error))? {
             break;
         }
         done += len;
@@ -39,9 +35,30 @@ pub(crate) fn post_write(
     Ok(done)
 }
 
+/// The accesses of a write, with their bytes.
+pub(crate) fn writes(bar: u8, offset: u64, data: &[u8]) -> impl Iterator<Item = (Access, usize)> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        let left = data.get(done..).filter(|left| !left.is_empty())?;
+        let at = offset + done as u64;
+        let len = piece(at, left.len());
+        let mut value = [0; 8];
+        value[..len].copy_from_slice(&left[..len]);
+        done += len;
+        let access = Access::Write {
+            bar,
+            offset: at,
+            len: len as u8,
+            value: u64::from_le_bytes(value),
+        };
+        Some((access, len))
+    })
+}
+
 /// Requests the next [`piece`] of a read of `left` bytes. Returns false if the channel is full.
 pub(crate) fn request_read(
     channel: &mut Channel,
+    log: &mut RegisterLog,
     bar: u8,
     offset: u64,
     left: usize,
@@ -51,12 +68,15 @@ pub(crate) fn request_read(
         offset,
         len: piece(offset, left) as u8,
     };
-    channel.try_send(&access, &[])
+    log.send(channel, access)
 }
 
 /// Asks for Interrupt Status. Returns false if the channel is full.
-pub(crate) fn request_interrupt_status(channel: &mut Channel) -> Result<bool, ChannelError> {
-    channel.try_send(&Access::InterruptStatus, &[])
+pub(crate) fn request_interrupt_status(
+    channel: &mut Channel,
+    log: &mut RegisterLog,
+) -> Result<bool, ChannelError> {
+    log.send(channel, Access::InterruptStatus)
 }
 
 /// The next event, if there is one.

@@ -74,15 +74,16 @@ impl Device {
             if !in_bar(&self.described.description, bar, offset, data.len()) {
                 return Answer::Error(Errno::INVAL);
             }
-            match registers::post_write(channel, bar, offset, data) {
+            match registers::post_write(channel, &mut self.log, bar, offset, data) {
                 Ok(done) if done == data.len() => return Answer::Reply(reply),
                 Ok(done) => {
                     let rest = Task::bar_write(bar, offset, data, done);
                     return self.hold(to, finish, [rest]);
                 }
-                Err(error) => {
-                    self.lender_gone(&Chain(&error));
-                    return self.hold(to, finish, []);
+                Err((done, error)) => {
+                    let rest = Task::bar_write(bar, offset, data, done);
+                    self.registers_ended(&error);
+                    return self.hold(to, finish, [rest]);
                 }
             }
         }

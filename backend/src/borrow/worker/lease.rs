@@ -1,8 +1,9 @@
 //! A borrow with the resources of each state.
 
-use farside_lender_protocol::{CallError, ChannelError, Client};
+use farside_lender_protocol::{CallError, ChannelError, Client, Secret};
 use farside_ntb::BarWindow;
 
+use super::work::resume::Away;
 use crate::borrow::{
     State,
     network::Remote,
@@ -18,12 +19,16 @@ pub(super) enum Borrow {
     Ready(Lease, OpenPath),
     /// Memory that the lender may still reach stays pinned and mapped.
     Closing(Lease, OpenPath),
+    /// The lease goes on, and has no process.
+    Away(Box<Away>),
     Lost,
 }
 
 /// A lease: the connection to the lender, and the resources that end with it.
 pub(super) struct Lease {
     pub(super) client: Client,
+    /// The right to go on when the device's process has ended.
+    pub(super) chain: Option<Secret>,
     /// The controller, if the medium is borrowed over the network. After the connection.
     pub(super) _remote: Option<Remote>,
     /// The NTB window onto the device's BARs, if the device is on a peer host.
@@ -47,6 +52,7 @@ impl Borrow {
             Self::Leased(_) => State::Leased,
             Self::Ready(..) => State::Ready,
             Self::Closing(..) => State::Closing,
+            Self::Away(away) => away.state(),
             Self::Lost => State::Lost,
         }
     }
@@ -54,7 +60,7 @@ impl Borrow {
     pub(super) fn lease(&mut self) -> Result<&mut Lease, CallError> {
         match self {
             Self::Leased(lease) | Self::Ready(lease, _) | Self::Closing(lease, _) => Ok(lease),
-            Self::Unleased | Self::Lost => Err(no_lease()),
+            Self::Unleased | Self::Away(_) | Self::Lost => Err(no_lease()),
         }
     }
 
@@ -62,7 +68,7 @@ impl Borrow {
     pub(super) fn path(&mut self) -> Result<(&mut Client, &mut OpenPath), CallError> {
         match self {
             Self::Ready(lease, path) | Self::Closing(lease, path) => Ok((&mut lease.client, path)),
-            Self::Unleased | Self::Leased(_) | Self::Lost => Err(no_lease()),
+            Self::Unleased | Self::Leased(_) | Self::Away(_) | Self::Lost => Err(no_lease()),
         }
     }
 
@@ -70,6 +76,7 @@ impl Borrow {
     pub(super) fn report(&self) -> OpenReport {
         match self {
             Self::Ready(_, path) | Self::Closing(_, path) => path.report(),
+            Self::Away(away) => away.path().map(OpenPath::report).unwrap_or_default(),
             Self::Unleased | Self::Leased(_) | Self::Lost => OpenReport::default(),
         }
     }
@@ -79,7 +86,7 @@ impl Borrow {
         match self {
             Self::Leased(lease) => Some((lease, None)),
             Self::Ready(lease, path) | Self::Closing(lease, path) => Some((lease, Some(path))),
-            Self::Unleased | Self::Lost => None,
+            Self::Unleased | Self::Away(_) | Self::Lost => None,
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Executes the steps of the state machine, and rolls them back.
 
+pub(super) mod resume;
+
 use std::{
     os::fd::AsFd,
     sync::{
@@ -15,7 +17,7 @@ use farside_fabric::pin::{self, PinOptions};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
 use farside_lender_protocol::{
-    BarOwner, CallError, Client, Described, DeviceEntry, IrqUpdate, RamRange, Transport,
+    BarOwner, CallError, Client, Described, DeviceEntry, IrqUpdate, Keeping, RamRange, Transport,
 };
 
 use super::{
@@ -99,12 +101,31 @@ impl Borrower {
             _ => CALLS_TIMEOUT,
         });
         let mut steps = Vec::new();
-        let result = match job {
-            Job::Take(wanted) => self.take(&wanted, &mut steps),
+        let mut unserved = None;
+        let attempt = matches!(job, Job::Resume(_));
+        let mut result = match job {
+            Job::Take(wanted) => {
+                let taken = self.take(&wanted, &mut steps);
+                // The others, when the device has another process.
+                if taken.as_ref().is_err_and(|error| self.is_cut(error)) {
+                    unserved = wanted
+                        .get(steps.len()..)
+                        .map(|rest| Job::Take(rest.to_vec()));
+                }
+                taken
+            }
             Job::Check => self.check(),
             Job::SetIrqs(request) => self.set_irqs(&request),
             Job::SetIntxDisable(disabled) => self.set_intx_disable(disabled),
+            Job::Resume(setup) => self
+                .resume(&setup)
+                .map(|lease| steps.push(StepDone::Borrowed(lease))),
         };
+        // The device's interrupts are set up anew with the next process.
+        if result.as_ref().is_err_and(|error| self.is_cut(error)) {
+            self.go_away();
+            result = Ok(());
+        }
         let is_lost = result.as_ref().is_err_and(WorkError::is_lost);
         if is_lost && self.borrow.lease().is_ok() {
             self.enter(State::Lost);
@@ -114,6 +135,9 @@ impl Borrower {
             steps,
             opened: self.borrow.report(),
             result,
+            away: matches!(self.borrow, Borrow::Away(_)),
+            attempt,
+            unserved,
         }
     }
 
@@ -134,6 +158,9 @@ impl Borrower {
                     self.enter(step.after());
                     done.push(came_to);
                 }
+                Err(error) if !matches!(step, Step::Borrow(_)) && self.is_cut(&error) => {
+                    return Err(error);
+                }
                 Err(error) => {
                     let next = self.clean_up(step, before, &error);
                     self.enter(next);
@@ -144,7 +171,15 @@ impl Borrower {
         Ok(())
     }
 
+    /// Whether an error is the end of the process of a device that may go on in another.
+    fn is_cut(&mut self, error: &WorkError) -> bool {
+        !matches!(self.borrow, Borrow::Away(_)) && self.goes_on() && resume::is_cut(error)
+    }
+
     fn step(&mut self, step: &Step) -> Result<StepDone, WorkError> {
+        if matches!(self.borrow, Borrow::Away(_)) {
+            return self.step_away(step);
+        }
         match step {
             Step::Borrow(setup) => return self.borrow_device(setup).map(StepDone::Borrowed),
             Step::Open(memory) => return self.open(memory).map(StepDone::Opened),
@@ -179,7 +214,24 @@ impl Borrower {
     /// that a `DMA_UNMAP` is not answered earlier, but no longer than [`HANG_UP_TIMEOUT`], in case
     /// the lender is alive but does not get to it.
     fn enter(&mut self, state: State) {
-        self.borrow = match std::mem::take(&mut self.borrow).into_parts() {
+        if let Borrow::Away(away) = &self.borrow {
+            match state {
+                State::Unleased | State::Lost => {}
+                _ => return debug_assert_eq!(away.state(), state),
+            }
+        }
+        let before = match std::mem::take(&mut self.borrow) {
+            Borrow::Away(away) => {
+                let (former, path) = away.into_former();
+                if let Some(former) = former {
+                    self.hang_up(former);
+                }
+                drop(path);
+                Borrow::without_lease(state)
+            }
+            other => other,
+        };
+        self.borrow = match before.into_parts() {
             Some((mut lease, path)) => {
                 let new_path = || {
                     let (vm, windows) = (&self.settings.memory, &self.settings.windows);
@@ -222,6 +274,9 @@ impl Borrower {
 
     /// Rolls back a failed step, and returns the resulting state. See [`crate::borrow`].
     fn clean_up(&mut self, step: &Step, before: State, error: &WorkError) -> State {
+        if matches!(self.borrow, Borrow::Away(_)) {
+            return self.after_away(step);
+        }
         if error.is_lost() {
             return match step {
                 // No lease was held, so the state is unchanged.
@@ -362,6 +417,7 @@ impl Borrower {
             self.borrow_unanswered = false;
         }
         client.set_fence(self.settings.fence()?);
+        let keeps_state = self.keeps_state();
         let (client, generation, granted, remote) = match self.settings.transport {
             Transport::Network => {
                 let files = setup.bar_files.iter().map(|file| file.try_clone());
@@ -374,6 +430,17 @@ impl Borrower {
                     remote,
                 } = leased;
                 (client, generation, lease, Some(remote))
+            }
+            _ if keeps_state => {
+                let files = setup.files();
+                let files: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
+                let keeping = Keeping {
+                    keep: self.settings.lost_after,
+                    resumes: None,
+                };
+                let granted = client.borrow_and_keep(device, keeping, &files)?;
+                let generation = client.generation();
+                (client, generation, granted, None)
             }
             transport => {
                 let files: Vec<_> = setup.bar_files.iter().map(|file| file.as_fd()).collect();
@@ -389,8 +456,10 @@ impl Borrower {
                 client.lender()
             ),
         );
+        let goes_on = granted.chain.is_some();
         self.borrow = Borrow::Leased(Lease {
             client,
+            chain: granted.chain,
             _remote: remote,
             bar_window: None,
             page_window: None,
@@ -408,6 +477,8 @@ impl Borrower {
             generation,
             bars: bars.files,
             registers: granted.registers,
+            goes_on,
+            served: 0,
         })
     }
 

@@ -1,0 +1,247 @@
+//! A lease that goes on: its worker, or the lender, has ended, and the state of the device is in this process.
+//!
+//! Nothing reaches the guest before its windows are there: the new worker has no memory of the VM until it is mapped,
+//! interrupts are set up before that, and bus mastering is enabled last. What the guest has written to registers
+//! meanwhile follows (`device/register_log.rs`).
+
+use std::{
+    os::fd::AsFd,
+    time::{Duration, Instant},
+};
+
+use farside_lender_protocol::{
+    CallError, ChannelError, Client, IrqUpdate, Keeping, Secret, Transport, served,
+};
+
+use super::{
+    super::{
+        NewLease, StepDone, WorkError,
+        lease::{Borrow, Lease},
+    },
+    Borrower, HANG_UP_TIMEOUT,
+};
+use crate::borrow::{Setup, State, Step, path::OpenPath};
+
+/// Time limit for an attempt, with what it waits for the former worker.
+pub(super) const ATTEMPT_TIMEOUT: Duration = Duration::from_millis(1500);
+
+/// How long an attempt waits for the former worker to be gone.
+const GONE_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// A lease without its worker.
+pub(in crate::borrow::worker) struct Away {
+    /// The connection of the former worker: until it is closed, that may reach guest memory.
+    former: Option<Client>,
+    chain: Secret,
+    /// Its guest memory stays pinned.
+    path: Option<OpenPath>,
+    page_window: Option<u64>,
+    /// The device was reset since.
+    reset: bool,
+    /// How many register accesses the former worker has served: not known before it is gone.
+    served: Option<u64>,
+}
+
+impl Away {
+    pub(in crate::borrow::worker) fn state(&self) -> State {
+        match self.path {
+            Some(_) => State::Ready,
+            None => State::Leased,
+        }
+    }
+
+    pub(in crate::borrow::worker) fn path(&self) -> Option<&OpenPath> {
+        self.path.as_ref()
+    }
+
+    /// Whether the former worker is gone. Waits for at most `timeout`.
+    fn is_alone(&mut self, timeout: Duration) -> bool {
+        if let Some(former) = &mut self.former
+            && former.is_closed(timeout)
+        {
+            self.former = None;
+        }
+        self.former.is_none()
+    }
+
+    /// Gives the lease up, when the former worker is gone.
+    pub(in crate::borrow::worker) fn into_former(self) -> (Option<Client>, Option<OpenPath>) {
+        (self.former, self.path)
+    }
+}
+
+/// Whether an error is the end of the connection.
+pub(super) fn is_cut(error: &WorkError) -> bool {
+    matches!(
+        error,
+        WorkError::Path(crate::borrow::error::PathError::Lender(CallError::Lost(
+            ChannelError::Closed | ChannelError::Io(_)
+        )))
+    )
+}
+
+impl Borrower {
+    /// Whether the lease may go on.
+    pub(super) fn goes_on(&mut self) -> bool {
+        match &self.borrow {
+            Borrow::Leased(lease) | Borrow::Ready(lease, _) | Borrow::Closing(lease, _) => {
+                lease.chain.is_some()
+            }
+            Borrow::Away(_) => true,
+            Borrow::Unleased | Borrow::Lost => false,
+        }
+    }
+
+    /// The worker has ended. A path that was being opened or closed is closed with it.
+    pub(super) fn go_away(&mut self) {
+        let was_open = self.borrow.state() == State::Ready;
+        self.borrow = match std::mem::take(&mut self.borrow) {
+            away @ Borrow::Away(_) => away,
+            other => match other.into_parts() {
+                Some((
+                    Lease {
+                        client,
+                        chain: Some(chain),
+                        page_window,
+                        ..
+                    },
+                    path,
+                )) => Borrow::Away(Box::new(Away {
+                    former: Some(client),
+                    chain,
+                    path: path.filter(|_| was_open),
+                    page_window,
+                    reset: false,
+                    served: None,
+                })),
+                _ => Borrow::Lost,
+            },
+        };
+    }
+
+    /// A step without a worker: what stops DMA is done when the former one is gone, what starts it fails.
+    pub(super) fn step_away(&mut self, step: &Step) -> Result<StepDone, WorkError> {
+        let Borrow::Away(away) = &mut self.borrow else {
+            return Err(cut());
+        };
+        match step {
+            Step::Borrow(_) | Step::Open(_) => return Err(cut()),
+            Step::Map(mapping) => {
+                if let Some(path) = &mut away.path {
+                    path.leave_out(mapping);
+                }
+                return Err(cut());
+            }
+            Step::Abandon => {}
+            Step::Return => self.enter(State::Unleased),
+            Step::Close | Step::Stop | Step::Block(_) | Step::Reset | Step::Unmap(_) => {
+                if !away.is_alone(HANG_UP_TIMEOUT) {
+                    return Err(CallError::Late(HANG_UP_TIMEOUT).into());
+                }
+                match (step, &mut away.path) {
+                    (Step::Unmap(mappings), Some(path)) => {
+                        mappings.iter().for_each(|mapping| path.forget(mapping));
+                    }
+                    _ => {
+                        if let Some(path) = away.path.take() {
+                            away.page_window = path.page_window();
+                        }
+                    }
+                }
+                away.reset |= matches!(step, Step::Reset);
+                if let Step::Block(blocked) = step {
+                    return Ok(StepDone::Blocked(*blocked));
+                }
+            }
+        }
+        Ok(StepDone::Done)
+    }
+
+    /// The state after a failed step without a worker.
+    pub(super) fn after_away(&mut self, step: &Step) -> State {
+        match step {
+            Step::Borrow(_) | Step::Open(_) | Step::Map(_) => self.borrow.state(),
+            // The former worker may still do what it should not.
+            _ => State::Lost,
+        }
+    }
+
+    /// Borrows as the lease that goes on.
+    pub(super) fn resume(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
+        self.go_away();
+        let Borrow::Away(away) = &mut self.borrow else {
+            return Err(cut());
+        };
+        if !away.is_alone(GONE_TIMEOUT) {
+            return Err(CallError::Late(GONE_TIMEOUT).into());
+        }
+        // Before the next worker counts.
+        let page = setup.state_page.as_ref();
+        let served = *away.served.get_or_insert_with(|| page.map_or(0, served));
+        let settings = &self.settings;
+        let device = &settings.device;
+        let deadline = Some(Instant::now() + ATTEMPT_TIMEOUT);
+        let (dialer, vm) = (&settings.dialer, Some(&settings.vm));
+        let mut client = Client::connect_through(dialer, &settings.lender, vm, deadline)?;
+        if client.describe(device)? != self.described {
+            return Err(WorkError::Changed(device.clone()));
+        }
+        client.set_fence(settings.fence()?);
+        let keeping = Keeping {
+            keep: settings.lost_after,
+            resumes: Some(away.chain),
+        };
+        let files = setup.files();
+        let files: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
+        let granted = client.borrow_and_keep(device, keeping, &files)?;
+        let generation = client.generation();
+        let mut go_on = || -> Result<(), WorkError> {
+            client.set_intx_disable(setup.intx_disable)?;
+            for request in &setup.irqs {
+                let (update, fds) = IrqUpdate::new(request, settings.relay_interrupts);
+                client.set_irqs(update, &fds)?;
+            }
+            if away.reset {
+                client.reset()?;
+                away.reset = false;
+            }
+            if let Some(path) = &mut away.path {
+                path.reopen(&mut client)?;
+                client.enable_bus_master()?;
+            }
+            Ok(())
+        };
+        if let Err(error) = go_on() {
+            // This worker is the former one now.
+            away.former = Some(client);
+            return Err(error);
+        }
+        let lease = Lease {
+            client,
+            chain: Some(granted.chain.unwrap_or(away.chain)),
+            _remote: None,
+            bar_window: None,
+            page_window: away.page_window,
+        };
+        self.borrow = match away.path.take() {
+            Some(path) => Borrow::Ready(lease, path),
+            None => Borrow::Leased(lease),
+        };
+        Ok(NewLease {
+            generation,
+            registers: granted.registers,
+            bars: Vec::new(),
+            goes_on: true,
+            served,
+        })
+    }
+
+    /// Whether leases of the device can go on.
+    pub(super) fn keeps_state(&self) -> bool {
+        self.described.state != 0 && self.settings.transport == Transport::SharedMemory
+    }
+}
+
+fn cut() -> WorkError {
+    CallError::Lost(ChannelError::Closed).into()
+}
