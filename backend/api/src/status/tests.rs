@@ -41,7 +41,7 @@ fn document() -> Value {
                 "connection": {
                     "state": "waiting",
                     "seconds": 3,
-                    "retries": 7,
+                    "retries": 7, "restarts": 0,
                     "last_error": "no route to host"
                 },
                 "controller": null

@@ -1,6 +1,7 @@
 //! Reads or writes by a polling driver: a given queue depth, completions found in memory, no
 //! interrupts, as SPDK does. It measures the device.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
@@ -207,7 +208,7 @@ impl Polled {
     /// number of those that succeeded. Sets their command identifiers.
     ///
     /// # Errors
-    /// If there are more than the queue holds, or one does not complete in time.
+    /// If there are more than the queue holds, or one does not complete in time, or twice.
     pub fn run_raw(&mut self, machine: &mut Machine, entries: &[[u8; 64]]) -> Result<usize> {
         ensure!(
             entries.len() < usize::from(ENTRIES),
@@ -215,8 +216,10 @@ impl Polled {
             entries.len()
         );
         let (old, head) = (self.tail, self.head);
+        let mut open = BTreeSet::new();
         for entry in entries {
             let mut entry = *entry;
+            open.insert(self.tail);
             entry[2..4].copy_from_slice(&self.tail.to_le_bytes());
             let at = self.memory.sq + u64::from(self.tail) * 64;
             machine.ram.write(at, &entry)?;
@@ -228,7 +231,8 @@ impl Polled {
         let (mut done, mut succeeded) = (0, 0);
         while done < entries.len() {
             match self.take(machine)? {
-                Some((_, status)) => {
+                Some((id, status)) => {
+                    ensure!(open.remove(&id), "a second completion of command {id}");
                     done += 1;
                     succeeded += usize::from(status == 0);
                 }

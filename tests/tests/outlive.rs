@@ -1,0 +1,351 @@
+//! An NVMe model whose processes are killed under load: its VM sees pauses, and nothing else.
+//!
+//! A scripted VM keeps commands in flight (writes, zeroes, flushes, then reads whose data is compared with what was
+//! written), each of which must succeed and complete once, while workers, or the lender with its workers, get SIGKILL at
+//! random times. The seed is printed; `FARSIDE_SEED` repeats the choice of commands and times.
+
+use std::{
+    fs,
+    path::PathBuf,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    time::{Duration, Instant},
+};
+
+use farside_scripted_vmm::{
+    device::Device,
+    machine::Machine,
+    nvme::{Controller, DRIVER_RAM, Doorbells, Polled},
+    pci,
+    ram::{Layout, PAGE, Ram},
+    vectors::Vectors,
+};
+use farside_tests::{Cluster, Daemon, MIB};
+use rustix::process::{Pid, Signal, kill_process};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Pages of the namespace that are used, and commands of a batch.
+const PAGES: u64 = 2048;
+const BATCH: u64 = 56;
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn new() -> Self {
+        let seed = match std::env::var("FARSIDE_SEED") {
+            Ok(text) => text.parse().expect("a number in FARSIDE_SEED"),
+            Err(_) => std::time::SystemTime::UNIX_EPOCH
+                .elapsed()
+                .unwrap()
+                .as_nanos() as u64,
+        };
+        eprintln!("FARSIDE_SEED={seed}");
+        Self(seed)
+    }
+
+    fn below(&mut self, most: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ mixed >> 31) % most
+    }
+}
+
+/// A VM and its disk.
+struct Vm {
+    machine: Machine,
+    _controller: Controller,
+    queue: Polled,
+    /// The number in each page, which fills it.
+    expected: Vec<u64>,
+    written: u64,
+    /// When batches began and ended.
+    batches: Vec<(Instant, Instant)>,
+}
+
+fn command(opcode: u8, page: u64, address: u64) -> [u8; 64] {
+    const BLOCKS: u64 = PAGE / 512;
+    let mut entry = [0; 64];
+    entry[0] = opcode;
+    entry[4] = 1;
+    entry[24..32].copy_from_slice(&address.to_le_bytes());
+    entry[40..48].copy_from_slice(&(page * BLOCKS).to_le_bytes());
+    entry[48] = BLOCKS as u8 - 1;
+    entry
+}
+
+const FLUSH: u8 = 0;
+const WRITE: u8 = 1;
+const READ: u8 = 2;
+const ZERO: u8 = 8;
+
+fn buffer(n: u64) -> u64 {
+    DRIVER_RAM.end + n * PAGE
+}
+
+impl Vm {
+    fn new(cluster: &Cluster, doorbells: Doorbells) -> Self {
+        let socket = cluster.directory().join("vm/a/disk0.sock");
+        let mut device = Device::connect(&socket, TIMEOUT).unwrap();
+        let ram = Ram::new(Layout::new(64 * MIB, None, false).unwrap()).unwrap();
+        for block in ram.layout().blocks() {
+            device.map(&ram, block).unwrap();
+        }
+        device.reset().unwrap();
+        pci::place_bars(&mut device).unwrap();
+        pci::set_command(&mut device, pci::MEMORY | pci::BUS_MASTER).unwrap();
+        let vectors = Vectors::new(device.vectors()).unwrap();
+        let mut machine = Machine {
+            ram,
+            device,
+            vectors,
+            timeout: TIMEOUT,
+            early_interrupts: 0,
+        };
+        machine.device.enable_vectors(&machine.vectors).unwrap();
+        pci::enable_msix(&mut machine.device, true).unwrap();
+        let mut controller = Controller::bring_up(&mut machine, 1, 1).unwrap();
+        let queue = controller.polled(&mut machine, doorbells).unwrap();
+        Self {
+            machine,
+            _controller: controller,
+            queue,
+            expected: vec![0; PAGES as usize],
+            written: 0,
+            batches: Vec::new(),
+        }
+    }
+
+    fn run(&mut self, entries: &[[u8; 64]]) {
+        let began = Instant::now();
+        let succeeded = self.queue.run_raw(&mut self.machine, entries).unwrap();
+        self.batches.push((began, Instant::now()));
+        assert_eq!(succeeded, entries.len(), "no command may fail");
+    }
+
+    /// Changes some pages, and reads some.
+    fn round(&mut self, random: &mut Random) {
+        let first = random.below(PAGES);
+        let mut entries = Vec::new();
+        for n in 0..BATCH {
+            // Each page once: two writes of a page in flight have no order.
+            let page = (first + n * 37) % PAGES;
+            self.written += 1;
+            match random.below(8) {
+                0 => {
+                    self.expected[page as usize] = 0;
+                    entries.push(command(ZERO, page, 0));
+                }
+                1 => entries.push(command(FLUSH, 0, 0)),
+                _ => {
+                    self.expected[page as usize] = self.written;
+                    let data = self.written.to_le_bytes().repeat(PAGE as usize / 8);
+                    self.machine.ram.write(buffer(n), &data).unwrap();
+                    entries.push(command(WRITE, page, buffer(n)));
+                }
+            }
+        }
+        self.run(&entries);
+        self.read((0..BATCH).map(|n| (first + n * 37) % PAGES).collect());
+    }
+
+    fn read(&mut self, pages: Vec<u64>) {
+        let reads = (0..).zip(&pages);
+        let entries: Vec<_> = reads
+            .map(|(n, page)| {
+                self.machine.ram.write(buffer(n), &[0xa5; 512]).unwrap();
+                command(READ, *page, buffer(n))
+            })
+            .collect();
+        self.run(&entries);
+        for (n, page) in (0..).zip(pages) {
+            let mut data = vec![0; PAGE as usize];
+            self.machine.ram.read(buffer(n), &mut data).unwrap();
+            let expected = self.expected[page as usize].to_le_bytes();
+            let is_right = data.chunks(8).all(|part| part == expected);
+            assert!(
+                is_right,
+                "page {page} has {:?}, and not {expected:?}",
+                &data[..8]
+            );
+        }
+    }
+
+    /// Everything, at the end.
+    fn check(&mut self) {
+        for first in (0..PAGES).step_by(32) {
+            self.read((first..first + 32).collect());
+        }
+    }
+
+    /// How long the commands in flight at each kill took from then on.
+    fn pauses(&self, kills: &[Instant]) -> Vec<Duration> {
+        let of = |kill: &Instant| {
+            let batch = self.batches.iter().find(|(_, end)| end > kill)?;
+            Some(batch.1 - *kill)
+        };
+        kills.iter().filter_map(of).collect()
+    }
+}
+
+fn lend(cluster: &Cluster, image: &PathBuf) -> Daemon {
+    let drive = format!("disk0={}", image.display());
+    cluster.lend(&["--nvme", &drive]).unwrap()
+}
+
+/// The workers of a lender.
+fn workers(lender: u32) -> Vec<Pid> {
+    let threads = fs::read_dir(format!("/proc/{lender}/task"))
+        .unwrap()
+        .flatten();
+    let children = threads.map(|thread| fs::read_to_string(thread.path().join("children")));
+    let pids: String = children.map(Result::unwrap_or_default).collect();
+    let pids = pids.split_whitespace().flat_map(str::parse);
+    pids.filter_map(Pid::from_raw).collect()
+}
+
+fn print(what: &str, mut pauses: Vec<Duration>) {
+    pauses.sort();
+    let at = |percent: usize| pauses[(pauses.len() - 1) * percent / 100];
+    println!(
+        "{what}: {} kills, pauses: least {:.1?}, median {:.1?}, 90 % {:.1?}, most {:.1?}",
+        pauses.len(),
+        at(0),
+        at(50),
+        at(90),
+        at(100)
+    );
+}
+
+/// Has a VM do I/O while `kill` does its work on another thread; that returns the times.
+fn under_load(
+    cluster: &Cluster,
+    doorbells: Doorbells,
+    kill: impl FnOnce(Random, &Progress) -> Vec<Instant> + Send,
+) -> Vec<Duration> {
+    let mut vm = Vm::new(cluster, doorbells);
+    let mut random = Random::new();
+    let over = AtomicBool::new(false);
+    let progress = Progress::default();
+    let others = Random(random.below(u64::MAX));
+    let kills = std::thread::scope(|scope| {
+        let killer = scope.spawn(|| {
+            let kills = kill(others, &progress);
+            over.store(true, Ordering::Release);
+            kills
+        });
+        while !(over.load(Ordering::Acquire) || killer.is_finished()) {
+            vm.round(&mut random);
+            progress.0.fetch_add(1, Ordering::Release);
+        }
+        killer.join().unwrap()
+    });
+    vm.round(&mut random);
+    vm.check();
+    vm.pauses(&kills)
+}
+
+/// Rounds that a VM has done.
+#[derive(Default)]
+struct Progress(AtomicU64);
+
+impl Progress {
+    /// Waits until the VM has done I/O after a kill, then for a random time.
+    fn wait(&self, random: &mut Random, most: Duration) {
+        let before = self.0.load(Ordering::Acquire);
+        let deadline = Instant::now() + TIMEOUT;
+        while self.0.load(Ordering::Acquire) < before + 2 {
+            assert!(Instant::now() < deadline, "no I/O within {TIMEOUT:?}");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        std::thread::sleep(Duration::from_micros(random.below(most.as_micros() as u64)));
+    }
+}
+
+fn kill_workers(doorbells: Doorbells, count: usize) {
+    let cluster = Cluster::new().unwrap();
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let lender = lend(&cluster, &image);
+    let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
+    let pid = lender.pid();
+    let pauses = under_load(&cluster, doorbells, |mut random, progress| {
+        let mut kills = Vec::new();
+        while kills.len() < count {
+            progress.wait(&mut random, Duration::from_millis(50));
+            let status = cluster.status().unwrap();
+            let connection = status.borrow("a", "disk0").unwrap().connection.unwrap();
+            assert!(connection.restarts >= kills.len() as u64, "{connection}");
+            if let [worker] = workers(pid)[..] {
+                kills.push(Instant::now());
+                kill_process(worker, Signal::KILL).unwrap();
+            }
+            // Some again while they start and take up what was in flight.
+            while random.below(8) == 0 {
+                std::thread::sleep(Duration::from_micros(random.below(30_000)));
+                for worker in workers(pid) {
+                    let _ = kill_process(worker, Signal::KILL);
+                }
+            }
+        }
+        kills
+    });
+    print(&format!("workers, {doorbells:?}"), pauses);
+}
+
+#[test]
+fn a_worker_that_is_killed_under_load_costs_a_pause() {
+    kill_workers(Doorbells::Registers, 50);
+}
+
+#[test]
+fn a_worker_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause() {
+    kill_workers(Doorbells::Buffer, 50);
+}
+
+#[test]
+fn a_lender_that_is_killed_under_load_and_started_anew_costs_a_pause() {
+    let cluster = Cluster::new().unwrap();
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let mut lender = lend(&cluster, &image);
+    let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
+    let pauses = under_load(&cluster, Doorbells::Buffer, |mut random, progress| {
+        let mut kills = Vec::new();
+        for round in 0..10 {
+            progress.wait(&mut random, Duration::from_millis(100));
+            kills.push(Instant::now());
+            if round % 2 == 0 {
+                // With its workers, as a service manager does.
+                for worker in workers(lender.pid()) {
+                    // It may have ended.
+                    let _ = kill_process(worker, Signal::KILL);
+                }
+            }
+            lender.kill().unwrap();
+            lender = lend(&cluster, &image);
+        }
+        kills
+    });
+    print("lender", pauses);
+}
+
+#[test]
+fn a_lender_that_is_restarted_in_order_under_load_costs_a_pause() {
+    let cluster = Cluster::new().unwrap();
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let mut lender = lend(&cluster, &image);
+    let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
+    let pauses = under_load(&cluster, Doorbells::Registers, |mut random, progress| {
+        let mut kills = Vec::new();
+        for _ in 0..5 {
+            progress.wait(&mut random, Duration::from_millis(100));
+            kills.push(Instant::now());
+            lender.terminate().unwrap();
+            assert!(lender.wait_exit(TIMEOUT).unwrap().success());
+            lender = lend(&cluster, &image);
+        }
+        kills
+    });
+    print("lender, SIGTERM", pauses);
+}
