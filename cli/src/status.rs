@@ -202,7 +202,11 @@ fn borrowed(text: &mut String, device: &DeviceReport) -> fmt::Result {
         )?;
     }
     if let Some(connection) = &device.connection {
-        writeln!(text, "    network: {connection}")?;
+        let what = match device.lender {
+            Address::Unix(_) => "process",
+            _ => "network",
+        };
+        writeln!(text, "    {what}: {connection}")?;
     }
     if let Some(controller) = &device.controller {
         limits(text, "    ", &controller.limits)?;

@@ -29,7 +29,7 @@ use std::{
 use farside_daemon::{DeviceId, Wakeup};
 use farside_devices::nvme::ImageId;
 use farside_fabric::SharedQuota;
-use farside_lender_protocol::{Generation, LimitUse, RemoteError, Resource};
+use farside_lender_protocol::{Channel, Generation, LimitUse, RemoteError, Resource};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::{
@@ -57,6 +57,8 @@ pub(crate) struct DeviceLoop {
     handovers: Vec<(Generation, mpsc::SyncSender<Result<(), RemoteError>>)>,
     /// The last published problem.
     problem: Option<String>,
+    /// The borrower for which the device is kept after the lease of that generation, within the host.
+    kept: Option<(Channel, Generation)>,
 }
 
 /// A requested revocation of the lease `generation`.
@@ -142,6 +144,7 @@ impl DeviceLoop {
             end: None,
             handovers: Vec::new(),
             problem: None,
+            kept: None,
         };
         Ok((device_loop, queue))
     }
@@ -190,15 +193,21 @@ impl DeviceLoop {
             self.answer_handovers(source, |_| true);
             if let Ok(request) = self.requests.try_recv() {
                 match self.take_request(request, Device::Available(source)) {
-                    Some(lease) => return Some(lease),
+                    Some(lease) => {
+                        self.kept = None;
+                        return Some(lease);
+                    }
                     None if self.end.is_some() => return None,
                     None => continue,
                 }
             }
-            let mut fds = [
+            let mut fds = vec![
                 PollFd::new(&self.requests_wake, PollFlags::IN),
                 PollFd::new(&self.stop, PollFlags::IN),
             ];
+            if let Some((borrower, _)) = &self.kept {
+                fds.push(PollFd::new(borrower, PollFlags::RDHUP));
+            }
             if let Err(errno) = poll(&mut fds, None)
                 && errno != rustix::io::Errno::INTR
             {
@@ -207,6 +216,14 @@ impl DeviceLoop {
             }
             if !fds[1].revents().is_empty() {
                 return None;
+            }
+            let has_left = fds.get(2).is_some_and(|fd| !fd.revents().is_empty());
+            if let Some((_, generation)) = self.kept.take_if(|_| has_left) {
+                log::info!(
+                    "device {}: its borrower has gone, for whom it was kept",
+                    self.id
+                );
+                self.home.left(generation);
             }
             self.requests_wake.lower();
         }

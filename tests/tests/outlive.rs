@@ -6,7 +6,7 @@
 
 use std::{
     fs,
-    path::PathBuf,
+    path::Path,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
     time::{Duration, Instant},
 };
@@ -190,7 +190,7 @@ impl Vm {
     }
 }
 
-fn lend(cluster: &Cluster, image: &PathBuf) -> Daemon {
+fn lend(cluster: &Cluster, image: &Path) -> Daemon {
     let drive = format!("disk0={}", image.display());
     cluster.lend(&["--nvme", &drive]).unwrap()
 }

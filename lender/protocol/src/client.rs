@@ -128,6 +128,8 @@ pub struct Client {
     /// Unanswered requests. All replies but the last of them are late, and dropped.
     answers_due: u32,
     failed: bool,
+    /// The process of the lease has ended.
+    process_ended: bool,
 }
 
 impl Client {
@@ -186,6 +188,7 @@ impl Client {
             fence: None,
             answers_due: 0,
             failed: false,
+            process_ended: false,
         };
         if let Some((lender, instance)) = greeted {
             client.lender = lender;
@@ -239,15 +242,16 @@ impl Client {
         self.is_closed(timeout)
     }
 
-    /// Waits for at most `timeout` until the lender has closed the connection, as [`Client::hang_up`] does. Drops
-    /// what it still sends.
+    /// Waits for at most `timeout` until the lender has closed the connection, or has sent
+    /// [`Reply::ProcessEnded`]: then the device does no DMA. Drops what it sends before.
     pub fn is_closed(&mut self, timeout: Duration) -> bool {
         self.failed = true;
         let deadline = Instant::now() + timeout;
-        loop {
+        while !self.process_ended {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.channel.receive::<Reply>(left) {
                 Err(ChannelError::Closed) => return true,
+                Ok((Reply::ProcessEnded, _)) => self.process_ended = true,
                 // A connection without TLS that is cut looks like `Closed`.
                 Err(ChannelError::TimedOut(_) | ChannelError::Io(_) | ChannelError::Tls(_)) => {
                     return false;
@@ -263,6 +267,7 @@ impl Client {
                 ) => {}
             }
         }
+        true
     }
 
     /// The lender's name.
@@ -598,6 +603,10 @@ impl Client {
         result?;
         loop {
             let answer = self.channel.receive(left())?;
+            if let (Reply::ProcessEnded, _) = answer {
+                self.process_ended = true;
+                return Err(ChannelError::Closed);
+            }
             self.answers_due -= 1;
             if self.answers_due == 0 {
                 return Ok(answer);

@@ -317,6 +317,9 @@ pub enum Reply {
     LimitsInUse(Vec<LimitUse>),
     /// To `BorrowMedium`: the last message, which frames follow.
     Medium(Box<MediumLease>),
+    /// The last message of a lease that goes on, in answer to no request: its process has ended, with all DMA. The
+    /// lender keeps the device for the VM while the borrower keeps this connection open, for `keep_ms` at most.
+    ProcessEnded,
 }
 
 /// The lease of a medium.

@@ -37,6 +37,12 @@ pub(crate) trait Home: Send {
     /// The lease has ended, and the device can be lent again.
     fn released(&self, generation: Generation, how: Release);
 
+    /// A lease that goes on begins, before its borrower is told.
+    fn begins(&self) {}
+
+    /// The borrower for which the device was kept after the lease `generation` has gone.
+    fn left(&self, _generation: Generation) {}
+
     /// The lease may not go on over another connection: a flush has failed.
     fn end_chain(&self);
 
@@ -82,6 +88,10 @@ impl Home for InLender {
 
     fn released(&self, generation: Generation, how: Release) {
         self.registry.release(&self.id, generation, how);
+    }
+
+    fn left(&self, generation: Generation) {
+        self.registry.left(&self.id, generation);
     }
 
     fn end_chain(&self) {

@@ -338,6 +338,10 @@ impl<'a> WorkerLease<'a> {
                 CallReply::Done
             }
             // Another lease may end while the next one has a chain.
+            Call::Begins => {
+                self.begun = true;
+                CallReply::Done
+            }
             Call::EndChain if self.chain.is_none() => {
                 CallReply::Refused(unsupported("this lease has no chain"))
             }
@@ -387,8 +391,14 @@ impl<'a> WorkerLease<'a> {
             }
             tables.give_back_requester(entry);
         }
-        if self.connection.take().is_some() {
-            self.owner.home.released(self.generation, how);
+        let Some(borrower) = self.connection.take() else {
+            return;
+        };
+        self.owner.home.released(self.generation, how);
+        if let (Borrower::Asking(mut connection), Release::Cut) = (borrower, how) {
+            // It goes on as soon as it knows. If this fails, it has gone, and is noticed.
+            let _ = connection.send(&Reply::ProcessEnded, &[], SEND_TIMEOUT);
+            self.owner.kept = Some((connection, self.generation));
         }
     }
 
@@ -550,7 +560,8 @@ impl<'a> WorkerLease<'a> {
             );
             self.owner.home.line(Line::Ended, &line);
         }
-        if let (Some(Borrower::Asking(connection)), false) = (&mut self.connection, self.begun) {
+        let is_told = self.begun || goes_on;
+        if let (Some(Borrower::Asking(connection)), false) = (&mut self.connection, is_told) {
             let error = failed(format_args!(
                 "device {id}: its worker process {pid} {}: see the lender's log",
                 ended(status)

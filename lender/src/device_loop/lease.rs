@@ -143,6 +143,9 @@ impl<'a> LeaseLoop<'a> {
             bars,
             chain: chain.map(|chain| chain.secret),
         };
+        if chain.is_some() {
+            owner.home.begins();
+        }
         let sent = connection.send(&reply, &fds, SEND_TIMEOUT);
         drop(files);
         let accepted = match sent {

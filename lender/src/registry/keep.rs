@@ -5,7 +5,7 @@ use std::time::Duration;
 use farside_daemon::{DeviceId, VmName};
 use farside_devices::nvme::ImageId;
 use farside_error_chain::Chain as Causes;
-use farside_lender_protocol::{ErrorKind, HeldFence, KeptFor, RemoteError, Secret};
+use farside_lender_protocol::{ErrorKind, Generation, HeldFence, KeptFor, RemoteError, Secret};
 
 use super::{DeviceRequest, Grant, Records, Registry, Slot, unknown};
 use crate::{
@@ -166,6 +166,17 @@ impl Registry {
         };
         let grant = Grant::begin(records, id, vm, Some(chain), granted.goes_on)?;
         Ok((grant, granted))
+    }
+
+    /// The borrower for which a device was kept after the lease `generation` has gone: any VM may borrow it.
+    pub(crate) fn left(&self, id: &DeviceId, generation: Generation) {
+        let mut records = self.lock();
+        let Records { slots, fences } = &mut *records;
+        let slot = slots.get_mut(id);
+        let kept = slot.filter(|slot| slot.lease.is_none() && slot.generation == generation);
+        if kept.is_some_and(|slot| slot.kept.take().is_some()) {
+            end_chain(fences, id);
+        }
     }
 
     /// Ends the chain of a device, whose lease goes on until its connection is cut.

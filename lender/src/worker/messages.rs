@@ -114,6 +114,8 @@ pub(crate) enum Call {
     GiveBackWindow(LutRange),
     /// The lease has ended, and the device can be lent again as soon as this process has ended.
     Released(Release),
+    /// The lease begins: the borrower is told of it, and goes on if this process ends.
+    Begins,
     /// The lease may not go on over another connection: a flush has failed.
     EndChain,
     /// The device's problem has changed.

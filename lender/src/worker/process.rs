@@ -448,6 +448,10 @@ impl Home for InWorker {
         self.calls.tell(&Call::Released(how));
     }
 
+    fn begins(&self) {
+        self.calls.tell(&Call::Begins);
+    }
+
     fn end_chain(&self) {
         self.calls.tell(&Call::EndChain);
     }

@@ -98,7 +98,8 @@ pub fn a_killed_lender_leaves_backend_and_vm_alive_until_it_returns(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
     let (mut lender, image) = cluster.lend_disk(64 * MIB)?;
-    let mut backend = cluster.serve("a", &["disk0", "dma0"]).start()?;
+    let serve = cluster.serve("a", &["disk0", "dma0"]);
+    let mut backend = serve.args(&["--lost-after", "1"]).start()?;
     let guest = cluster.guest("a").boot()?;
     guest.wait_disk()?;
     let first = check::open(cluster, &guest, "disk0", 1)?;
@@ -150,7 +151,8 @@ pub fn a_killed_lender_leaves_backend_and_vm_alive_until_it_returns(
 
 pub fn a_lender_told_to_stop_takes_all_back(cluster: &Cluster) -> anyhow::Result<Completion> {
     let (mut lender, _image) = cluster.lend_disk(64 * MIB)?;
-    let mut backend = cluster.serve("a", &["disk0"]).start()?;
+    let serve = cluster.serve("a", &["disk0"]);
+    let mut backend = serve.args(&["--lost-after", "1"]).start()?;
     let guest = cluster.guest("a").boot()?;
     guest.wait_disk()?;
     check::open(cluster, &guest, "disk0", 1)?;
@@ -162,7 +164,7 @@ pub fn a_lender_told_to_stop_takes_all_back(cluster: &Cluster) -> anyhow::Result
     ensure!(
         lender
             .log()
-            .contains("device disk0: revoked: the lender stops (VM a"),
+            .contains("device disk0: kept for its VM: the lender stops (VM a"),
         "{}",
         lender.log()
     );

@@ -34,17 +34,18 @@ const LONGEST: [&str; 11] = [
 ];
 
 /// Binaries that link the test bed, but mostly wait: run beside those that boot VMs.
-const WAITING: [&str; 5] = [
+const WAITING: [&str; 6] = [
     "control_socket",
     "bad_input",
     "canaries",
     "made_up_host",
+    "outlive",
     "ports",
 ];
 
 /// Tests that boot no VM and may take longer than the limit for those: binary, test,
 /// reason.
-pub(super) const LONG: [(&str, &str, &str); 8] = [
+pub(super) const LONG: [(&str, &str, &str); 11] = [
     (
         "crashes",
         "what_was_cut_off_twice_ends_at_one_host",
@@ -74,6 +75,21 @@ pub(super) const LONG: [(&str, &str, &str); 8] = [
         "farside_lender",
         "peer_tests::lease::a_borrower_that_does_not_read_is_given_up",
         "waits for the limit of a blocked send",
+    ),
+    (
+        "farside_devices",
+        "nvme::tests::recovery::a_controller_that_is_killed_at_any_store_completes_each_command_once",
+        "lives through a controller's life once for each of its stores",
+    ),
+    (
+        "outlive",
+        "a_worker_that_is_killed_under_load_costs_a_pause",
+        "kills 50 workers",
+    ),
+    (
+        "outlive",
+        "a_worker_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause",
+        "kills 50 workers",
     ),
     (
         "simulation",

@@ -47,6 +47,7 @@ impl Client {
             fence: None,
             answers_due: 0,
             failed: false,
+            process_ended: false,
         };
         let (reply, fds) = client.channel.receive::<Reply>(TIMEOUT)?;
         if let Reply::Refused(error) = reply {

@@ -30,8 +30,10 @@ const GONE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A lease without its worker.
 pub(in crate::borrow::worker) struct Away {
-    /// The connection of the former worker: until it is closed, that may reach guest memory.
-    former: Option<Client>,
+    /// The connection of the former worker, which stays open: the lender keeps the device for it.
+    former: Client,
+    /// The former worker is gone: until then it may reach guest memory.
+    is_alone: bool,
     chain: Secret,
     /// Its guest memory stays pinned.
     path: Option<OpenPath>,
@@ -56,17 +58,13 @@ impl Away {
 
     /// Whether the former worker is gone. Waits for at most `timeout`.
     fn is_alone(&mut self, timeout: Duration) -> bool {
-        if let Some(former) = &mut self.former
-            && former.is_closed(timeout)
-        {
-            self.former = None;
-        }
-        self.former.is_none()
+        self.is_alone = self.is_alone || self.former.is_closed(timeout);
+        self.is_alone
     }
 
-    /// Gives the lease up, when the former worker is gone.
+    /// Gives the lease up. Returns the connection, if the former worker may still be there, and the memory.
     pub(in crate::borrow::worker) fn into_former(self) -> (Option<Client>, Option<OpenPath>) {
-        (self.former, self.path)
+        (Some(self.former).filter(|_| !self.is_alone), self.path)
     }
 }
 
@@ -107,7 +105,8 @@ impl Borrower {
                     },
                     path,
                 )) => Borrow::Away(Box::new(Away {
-                    former: Some(client),
+                    former: client,
+                    is_alone: false,
                     chain,
                     path: path.filter(|_| was_open),
                     page_window,
@@ -213,7 +212,8 @@ impl Borrower {
         };
         if let Err(error) = go_on() {
             // This worker is the former one now.
-            away.former = Some(client);
+            away.former = client;
+            away.is_alone = false;
             return Err(error);
         }
         let lease = Lease {

@@ -1,0 +1,98 @@
+//! The processes of a disk are killed under a running guest, which sees pauses.
+
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use farside_tests::{BOOT, Cluster, Guest, MIB, SHORT};
+use libtest_mimic::Completion;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::{check, passed};
+
+/// Writes, flushes and trims, and verifies what was written, while it is written and at the end.
+const LOAD: &str = "fio --output-format=terse --filename=/dev/nvme0n1 --direct=1 --ioengine=libaio \
+    --time_based --runtime=20 \
+    --name=verify --rw=randwrite --bsrange=4k-64k --size=16M --iodepth=16 --fsync=64 \
+    --verify=crc32c --verify_fatal=1 --verify_backlog=128 \
+    --name=read --rw=randread --bs=4k --offset=16M --size=16M --iodepth=8 \
+    --name=trim --rw=randtrim --bs=64k --offset=32M --size=16M --iodepth=4";
+
+const KILLS: u64 = 10;
+
+pub fn workers_that_are_killed_cost_a_guest_no_io_error(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let _backend = cluster.serve("a", &["disk0"]).start()?;
+    let guest = cluster.guest("a").boot()?;
+    guest.wait_disk()?;
+    let before = errors(&guest)?;
+    let load = guest.exec_start(LOAD, BOOT)?;
+    for kill in 0..KILLS {
+        std::thread::sleep(Duration::from_millis(1200));
+        kill_process(worker(lender.pid(), "disk0")?, Signal::KILL)?;
+        cluster.wait_status("another worker", SHORT, |status| {
+            let connection = status.borrow("a", "disk0")?.connection;
+            Ok(connection.filter(|it| it.restarts == kill + 1))
+        })?;
+    }
+    let output = load.wait()?;
+    ensure!(output.success(), "{output}");
+    finish(cluster, guest, &before)
+}
+
+pub fn lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (mut lender, image) = cluster.lend_disk(64 * MIB)?;
+    let _backend = cluster.serve("a", &["disk0"]).start()?;
+    let guest = cluster.guest("a").boot()?;
+    guest.wait_disk()?;
+    let before = errors(&guest)?;
+    let load = guest.exec_start(LOAD, BOOT)?;
+    let drive = format!("disk0={}", image.display());
+    for kill in 0..4 {
+        std::thread::sleep(Duration::from_millis(2000));
+        match kill % 2 {
+            0 => lender.kill()?,
+            _ => {
+                lender.terminate()?;
+                lender.wait_exit(SHORT)?;
+            }
+        }
+        lender = cluster.lend(&["--nvme", &drive])?;
+    }
+    let output = load.wait()?;
+    ensure!(output.success(), "{output}");
+    finish(cluster, guest, &before)
+}
+
+fn finish(cluster: &Cluster, guest: Guest<'_>, before: &str) -> anyhow::Result<Completion> {
+    let after = errors(&guest)?;
+    ensure!(after == before, "the guest's kernel log has {after}");
+    let status = cluster.status()?.borrow("a", "disk0")?;
+    ensure!(status.last_error.is_none(), "{status:?}");
+    check::io(&guest, "/dev/nvme0n1", 41)?;
+    guest.power_off()?;
+    passed()
+}
+
+/// What the guest's kernel says of errors of the disk, or of commands that took long.
+fn errors(guest: &Guest<'_>) -> anyhow::Result<String> {
+    let said = guest.sh("dmesg | grep -iE 'I/O error|I/O tag|timeout|abort|controller is down|reset' | grep -i nvme || true")?;
+    Ok(said)
+}
+
+/// The worker of a device.
+fn worker(lender: u32, device: &str) -> anyhow::Result<Pid> {
+    let threads = std::fs::read_dir(format!("/proc/{lender}/task"))?.flatten();
+    let children = threads.map(|thread| std::fs::read_to_string(thread.path().join("children")));
+    let pids: String = children.map(Result::unwrap_or_default).collect();
+    let of_device = |pid: &&str| {
+        let arguments = std::fs::read_to_string(format!("/proc/{pid}/cmdline"));
+        arguments.is_ok_and(|arguments| arguments.split('\0').any(|word| word == device))
+    };
+    let pid = pids.split_whitespace().find(of_device);
+    let pid = pid.and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw);
+    pid.with_context(|| format!("no worker of {device}"))
+}
