@@ -20,6 +20,8 @@ use farside_lender_protocol::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::registry::GrantedChain;
+
 /// Vectors of a function: 2048 of MSI-X, the most of any kind (PCIe 7.7.2), and INTx.
 const MAX_VECTORS: usize = 2049;
 
@@ -74,6 +76,21 @@ pub(crate) struct BorrowerMemory {
     pub(crate) bars: Vec<OwnedFd>,
     /// Where the state outlives this process.
     pub(crate) state: Option<StateFile>,
+}
+
+impl BorrowerMemory {
+    /// The files of a lease, with the state of one that may go on.
+    pub(crate) fn new(
+        bars: Vec<OwnedFd>,
+        state: Option<OwnedFd>,
+        chain: Option<GrantedChain>,
+    ) -> Self {
+        let state = chain.zip(state).map(|(chain, file)| StateFile {
+            file,
+            goes_on: chain.goes_on,
+        });
+        Self { bars, state }
+    }
 }
 
 /// See [`farside_lender_protocol::Request::BorrowAndKeep`].

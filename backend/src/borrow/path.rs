@@ -1,6 +1,9 @@
 //! The DMA path from a device to guest RAM: pins, mappings in the borrower's IOMMU domain, and
 //! windows onto them.
 
+mod reopen;
+mod report;
+
 use std::{collections::BTreeMap, sync::Arc};
 
 use farside_fabric::{
@@ -368,54 +371,6 @@ impl OpenPath {
             self.close_empty(client)?;
         }
         Ok(())
-    }
-
-    /// Opens the same windows onto the same memory, which stays pinned, in another process of the device.
-    pub(crate) fn reopen(&mut self, client: &mut Client) -> Result<(), PathError> {
-        for window in &mut self.windows {
-            let iova = window_iova(window.range.start());
-            let len = window.range.len();
-            window.lut_entries = client.open_window(iova, window.peer.start(), len)?;
-        }
-        for segment in self.segments.values() {
-            for piece in &segment.pieces {
-                let part = piece.of(&segment.memory, segment.range.start());
-                let mut done = 0;
-                let at = piece.peer_address;
-                self.peer_mapper.map(client, at, part, &mut done)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// As [`OpenPath::unmap`], of a device that has no process.
-    pub(crate) fn forget(&mut self, mapping: &Mapping) {
-        self.unreachable.remove(&mapping.range.start());
-        self.segments.remove(&mapping.range.start());
-    }
-
-    /// Records a mapping that could not be added as unreachable, of a device that has no process.
-    pub(crate) fn leave_out(&mut self, mapping: &Mapping) {
-        let start = mapping.range.start();
-        self.unreachable.insert(start, mapping.range.len());
-    }
-
-    pub(crate) fn report(&self) -> OpenReport {
-        let pins = || {
-            let own = self
-                .segments
-                .values()
-                .filter_map(|segment| segment.pins.as_ref())
-                .map(|pins| pins.report());
-            own.chain([self.page_pins.report()])
-        };
-        OpenReport {
-            bytes_pinned: pins().map(|pins| pins.bytes_pinned).sum(),
-            bytes_locked: pins().map(|pins| pins.bytes_locked).sum(),
-            dma_windows: self.windows.len() as u32,
-            lut_entries: self.windows.iter().map(|window| window.lut_entries).sum(),
-            bytes_unreachable: self.unreachable.values().sum(),
-        }
     }
 
     /// The memory of a mapping, unless that is outside all windows: beyond the addresses that any

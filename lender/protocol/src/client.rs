@@ -1,5 +1,6 @@
 //! The backend's end: one request, one reply, with a deadline.
 
+mod goes_on;
 mod greeted;
 mod medium;
 mod operate;
@@ -20,7 +21,7 @@ use farside_fabric::{Iova, NtbLimits, PeerAddress};
 
 use crate::{
     Address, BarMemory, Channel, ChannelError, Described, DeviceEntry, DeviceStatus, Dialer,
-    Envelope, Generation, Greeted, HeldFence, Instance, IrqUpdate, Keeping, LimitUse, RamRange,
+    Envelope, Generation, Greeted, HeldFence, Instance, IrqUpdate, LimitUse, RamRange,
     RegisterToken, Registers, RemoteError, Reply, Request, Secret, Transport, VERSION,
     channel::tls_hint,
 };
@@ -232,44 +233,6 @@ impl Client {
         self.fence = fence;
     }
 
-    /// Closes the connection, and waits for at most `timeout` until the lender has closed
-    /// it. A lender closes it after it has stopped the device's DMA and closed all
-    /// windows, so both are done when this returns true. This also holds if the lender's
-    /// process is dead.
-    pub fn hang_up(mut self, timeout: Duration) -> bool {
-        // If the lender closed the connection first, `receive` reports it.
-        let _ = self.channel.shut_down_sending();
-        self.is_closed(timeout)
-    }
-
-    /// Waits for at most `timeout` until the lender has closed the connection, or has sent
-    /// [`Reply::ProcessEnded`]: then the device does no DMA. Drops what it sends before.
-    pub fn is_closed(&mut self, timeout: Duration) -> bool {
-        self.failed = true;
-        let deadline = Instant::now() + timeout;
-        while !self.process_ended {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.channel.receive::<Reply>(left) {
-                Err(ChannelError::Closed) => return true,
-                Ok((Reply::ProcessEnded, _)) => self.process_ended = true,
-                // A connection without TLS that is cut looks like `Closed`.
-                Err(ChannelError::TimedOut(_) | ChannelError::Io(_) | ChannelError::Tls(_)) => {
-                    return false;
-                }
-                // Late replies.
-                Ok(_)
-                | Err(
-                    ChannelError::Malformed(_)
-                    | ChannelError::Foreign(_)
-                    | ChannelError::TooLarge { .. }
-                    | ChannelError::DescriptorsLost
-                    | ChannelError::NoDescriptors(_),
-                ) => {}
-            }
-        }
-        true
-    }
-
     /// The lender's name.
     pub fn lender(&self) -> &str {
         &self.lender
@@ -362,24 +325,6 @@ impl Client {
             fence: self.fence,
         };
         let (reply, fds) = self.call(request, bar_memory)?;
-        self.take_lease(reply, fds)
-    }
-
-    /// As [`Client::borrow_device`], for a lease that goes on: see [`Request::BorrowAndKeep`]. `files` are those of the
-    /// BARs, then that of the state.
-    pub fn borrow_and_keep(
-        &mut self,
-        device: &DeviceId,
-        keeping: Keeping,
-        files: &[BorrowedFd<'_>],
-    ) -> Result<Lease, CallError> {
-        let request = Request::BorrowAndKeep {
-            device: device.to_owned(),
-            fence: self.fence,
-            keep_ms: keeping.keep.as_millis().try_into().unwrap_or(u64::MAX),
-            resumes: keeping.resumes,
-        };
-        let (reply, fds) = self.call(request, files)?;
         self.take_lease(reply, fds)
     }
 

@@ -1,5 +1,6 @@
 //! Serves a lease by a worker process.
 
+mod goes_on;
 mod take_down;
 
 use std::{
@@ -17,7 +18,7 @@ use std::{
 use farside_daemon::{RateLimit, VmName};
 use farside_error_chain::Chain;
 use farside_fabric::LutRange;
-use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, Revocation};
+use farside_lender_protocol::{ChannelError, Generation, RemoteError, Reply, Revocation};
 use farside_vfio::SecondHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -200,17 +201,6 @@ impl<'a> WorkerLease<'a> {
     /// Whether the lease is one of a medium, over the network.
     fn is_medium(&self) -> bool {
         matches!(self.connection, Some(Borrower::Lent(_)))
-    }
-
-    /// Whether a lease whose worker is gone may go on: the borrower has the secret of its chain, and is there.
-    fn may_go_on(&self) -> bool {
-        match (&self.connection, self.chain) {
-            (Some(Borrower::Lent(_)), _) => true,
-            (Some(Borrower::Asking(connection)), Some(chain)) => {
-                (self.begun || chain.goes_on) && !has_hung_up(connection)
-            }
-            _ => false,
-        }
     }
 
     fn is_leased(&self) -> bool {
@@ -577,13 +567,6 @@ impl<'a> WorkerLease<'a> {
         self.release(ended);
         true
     }
-}
-
-/// Whether the peer of a connection has closed it.
-fn has_hung_up(connection: &Channel) -> bool {
-    let mut fds = [PollFd::new(connection, PollFlags::RDHUP)];
-    let ready = poll(&mut fds, Some(&Timespec::default()));
-    ready.is_ok_and(|_| !fds[0].revents().is_empty())
 }
 
 /// Which of a worker's channels are open.

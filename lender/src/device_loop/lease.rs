@@ -24,9 +24,7 @@ use super::{
 use crate::{
     refusals::{failed, internal, invalid, refused},
     registry::{Lease, Release},
-    source::{
-        BorrowerMemory, DRAIN_TIMEOUT, DeviceSource, Leased, LeasedDevice, NotLeased, StateFile,
-    },
+    source::{BorrowerMemory, DRAIN_TIMEOUT, DeviceSource, Leased, LeasedDevice, NotLeased},
 };
 
 /// Maximum number of register accesses served per round.
@@ -81,14 +79,7 @@ impl<'a> LeaseLoop<'a> {
             state,
             chain,
         } = lease;
-        let state = chain.zip(state).map(|(chain, file)| StateFile {
-            file,
-            goes_on: chain.goes_on,
-        });
-        let memory = BorrowerMemory {
-            bars: bar_memory,
-            state,
-        };
+        let memory = BorrowerMemory::new(bar_memory, state, chain);
         let id = owner.id.clone();
         let peer = connection.peer();
         let tokens = owner.home.tokens();

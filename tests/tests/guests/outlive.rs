@@ -24,7 +24,7 @@ pub fn workers_that_are_killed_cost_a_guest_no_io_error(
 ) -> anyhow::Result<Completion> {
     let (lender, _image) = cluster.lend_disk(64 * MIB)?;
     let _backend = cluster.serve("a", &["disk0"]).start()?;
-    let guest = cluster.guest("a").boot()?;
+    let guest = cluster.guest("a").whole().boot()?;
     guest.wait_disk()?;
     let before = errors(&guest)?;
     let load = guest.exec_start(LOAD, BOOT)?;
@@ -46,7 +46,7 @@ pub fn lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error(
 ) -> anyhow::Result<Completion> {
     let (mut lender, image) = cluster.lend_disk(64 * MIB)?;
     let _backend = cluster.serve("a", &["disk0"]).start()?;
-    let guest = cluster.guest("a").boot()?;
+    let guest = cluster.guest("a").whole().boot()?;
     guest.wait_disk()?;
     let before = errors(&guest)?;
     let load = guest.exec_start(LOAD, BOOT)?;

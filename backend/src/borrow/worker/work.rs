@@ -1,13 +1,11 @@
 //! Executes the steps of the state machine, and rolls them back.
 
+mod check;
 pub(super) mod resume;
 
 use std::{
     os::fd::AsFd,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, atomic::AtomicBool},
     time::{Duration, Instant},
 };
 
@@ -17,7 +15,7 @@ use farside_fabric::pin::{self, PinOptions};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
 use farside_lender_protocol::{
-    BarOwner, CallError, Client, Described, DeviceEntry, IrqUpdate, Keeping, RamRange, Transport,
+    BarOwner, Client, Described, IrqUpdate, Keeping, RamRange, Transport,
 };
 
 use super::{
@@ -50,12 +48,6 @@ const UNDO_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// Maximum wait for the lender to stop a device after its lease was terminated.
 const HANG_UP_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// Maximum wait for the lender to notice that an earlier backend of this VM is gone.
-const SUCCESSION_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// Polling interval for that.
-const SUCCESSION_STEP: Duration = Duration::from_millis(10);
 
 /// The thread's state.
 pub(super) struct Borrower {
@@ -350,49 +342,6 @@ impl Borrower {
             );
         }
         next
-    }
-
-    fn check(&mut self) -> Result<(), WorkError> {
-        let Settings {
-            vm,
-            device,
-            lender,
-            dialer,
-            ..
-        } = &self.settings;
-        let mut client = Client::connect_through(dialer, lender, Some(vm), Some(self.calls_by))?;
-        if client.describe(device)? != self.described {
-            return Err(WorkError::Changed(device.clone()));
-        }
-        let held = self.settings.fence()?;
-        let entry = self.when_left(&mut client)?;
-        if let Some(fence) = entry.fence(vm) {
-            fence.check_held(device, held).map_err(CallError::from)?;
-        }
-        match entry.borrowed_by {
-            None => Ok(entry.availability.check(device).map_err(CallError::from)?),
-            Some(holder) => Err(CallError::from(holder.refusal(device)).into()),
-        }
-    }
-
-    /// Returns the device's entry after the lender has revoked an orphaned lease of this VM: that
-    /// of a killed backend, or of a borrow that was answered too late. Waits no longer than
-    /// [`SUCCESSION_TIMEOUT`], and not after `cancel`.
-    fn when_left(&self, client: &mut Client) -> Result<DeviceEntry, CallError> {
-        let Settings { vm, device, .. } = &self.settings;
-        let patience = Instant::now() + SUCCESSION_TIMEOUT;
-        loop {
-            let entry = client.status(device)?.entry;
-            let ours = entry
-                .borrowed_by
-                .as_ref()
-                .is_some_and(|holder| holder.vm == *vm);
-            let cancelled = self.cancel.load(Ordering::Relaxed);
-            if !ours || cancelled || Instant::now() >= patience {
-                return Ok(entry);
-            }
-            std::thread::sleep(SUCCESSION_STEP);
-        }
     }
 
     fn borrow_device(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {

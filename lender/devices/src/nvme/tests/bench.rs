@@ -80,13 +80,19 @@ fn median(mut figures: Vec<f64>) -> f64 {
 #[ignore = "a measurement"]
 fn data_path() {
     const ROUNDS: usize = 9;
-    let mut drivers = ENGINES.map(|engine| {
-        let mut driver = Driver::ready(engine);
+    let kinds = [(ENGINES[0], false), (ENGINES[1], false), (ENGINES[0], true)];
+    let mut drivers = kinds.map(|(engine, has_state)| {
+        let mut driver = Driver::off(|config| config.engine = engine);
+        if has_state {
+            driver.keep_state();
+        }
+        driver.enable();
+        driver.create_pair(1, 64);
         driver.set_disk(0, &vec![1; IMAGE as usize]);
         driver.configure_doorbells();
         driver
     });
-    let mut figures = vec![Vec::new(); 10];
+    let mut figures = vec![Vec::new(); 14];
     for _ in 0..ROUNDS {
         figures[0].push(plain(&drivers[0]));
         figures[1].push(plain_write(&drivers[0]));
@@ -103,10 +109,11 @@ fn data_path() {
         "plain loop: preadv {:.0}, pwrite {:.0}",
         figures[0], figures[1]
     );
-    for (at, engine) in ENGINES.iter().enumerate() {
+    for (at, (engine, has_state)) in kinds.iter().enumerate() {
         let of = &figures[2 + at * 4..];
+        let state = if *has_state { ", with state" } else { "" };
         println!(
-            "{engine:?}: read QD1 {:.0}, QD32 {:.0}; write QD1 {:.0}, QD32 {:.0}",
+            "{engine:?}{state}: read QD1 {:.0}, QD32 {:.0}; write QD1 {:.0}, QD32 {:.0}",
             of[0], of[1], of[2], of[3]
         );
     }

@@ -5,6 +5,7 @@ mod admin;
 mod bench;
 mod configuration;
 mod doorbells;
+mod entries;
 mod hostile;
 mod io;
 mod life;

@@ -1,0 +1,38 @@
+//! A path whose device has another process, or none.
+
+use farside_lender_protocol::Client;
+
+use super::{OpenPath, window_iova};
+use crate::{borrow::error::PathError, dma_table::Mapping};
+
+impl OpenPath {
+    /// Opens the same windows onto the same memory, which stays pinned, in another process of the device.
+    pub(crate) fn reopen(&mut self, client: &mut Client) -> Result<(), PathError> {
+        for window in &mut self.windows {
+            let iova = window_iova(window.range.start());
+            let len = window.range.len();
+            window.lut_entries = client.open_window(iova, window.peer.start(), len)?;
+        }
+        for segment in self.segments.values() {
+            for piece in &segment.pieces {
+                let part = piece.of(&segment.memory, segment.range.start());
+                let mut done = 0;
+                let at = piece.peer_address;
+                self.peer_mapper.map(client, at, part, &mut done)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`OpenPath::unmap`], of a device that has no process.
+    pub(crate) fn forget(&mut self, mapping: &Mapping) {
+        self.unreachable.remove(&mapping.range.start());
+        self.segments.remove(&mapping.range.start());
+    }
+
+    /// Records a mapping that could not be added as unreachable, of a device that has no process.
+    pub(crate) fn leave_out(&mut self, mapping: &Mapping) {
+        let start = mapping.range.start();
+        self.unreachable.insert(start, mapping.range.len());
+    }
+}
