@@ -289,8 +289,9 @@ pub(crate) struct Serve {
     /// least one second higher [default: those four fifths].
     #[arg(long, value_name = "SECONDS")]
     pub(crate) open_timeout: Option<u64>,
-    /// Time for which a device waits for its lender when the connection is cut, seconds: one that is borrowed
-    /// over the network, or an NVMe model of this host whose process has ended. Then the guest is asked to release it [default: 300].
+    /// Time for which a device waits for its lender, seconds: one that is borrowed over the
+    /// network, when the connection is cut, or an NVMe model of this host, whose process has
+    /// ended. Then it is lost; over the network the guest is asked to release it [default: 300].
     #[arg(long, value_name = "SECONDS")]
     pub(crate) lost_after: Option<u64>,
     /// Group that may connect to the devices' sockets, for a QEMU that runs as

@@ -29,9 +29,6 @@ const FIRST_PAUSE: Duration = Duration::from_millis(2);
 /// Maximum pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
-/// Time for the guest to release a device that is given up.
-const RELEASE_LIMIT: Duration = Duration::from_secs(30);
-
 /// The device has no process.
 #[derive(Debug)]
 pub(crate) struct Outage {
@@ -156,11 +153,12 @@ impl Device {
         self.settings.network.retried(text);
     }
 
-    /// Has the guest release the device, which is lost.
+    /// The device is lost, until the VM is reset. The guest is not asked to release it: a VMM whose device goes before its
+    /// guest has released it may abort (QEMU, at its next change of memory).
     pub(super) fn give_up(&mut self, error: String) {
         let since = self.outage.take().map_or_else(Instant::now, |it| it.since);
         log::error!(
-            "{}: giving the device up, {:.1?} after its process has ended ({error}): the guest is asked to release it",
+            "{}: giving the device up, {:.1?} after its process has ended ({error}): its registers read as all ones, and a reset of the VM looks for it again",
             self.name(),
             since.elapsed()
         );
@@ -169,7 +167,6 @@ impl Device {
         let state = &self.settings.network;
         state.set(ConnectionState::GivenUp, Instant::now(), Some(error));
         self.pending.then.push_front(Task::Event(Event::LenderGone));
-        self.request_release(RELEASE_LIMIT);
     }
 
     /// The device goes on.

@@ -98,6 +98,7 @@ pub fn a_killed_lender_leaves_backend_and_vm_alive_until_it_returns(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
     let (mut lender, image) = cluster.lend_disk(64 * MIB)?;
+    // Else the disk waits for a lender for longer than a guest does.
     let serve = cluster.serve("a", &["disk0", "dma0"]);
     let mut backend = serve.args(&["--lost-after", "1"]).start()?;
     let guest = cluster.guest("a").boot()?;
