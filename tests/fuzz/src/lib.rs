@@ -94,6 +94,8 @@ use crashes::{live_world, world};
 #[path = "../../../lender/devices/src/nvme/tests"]
 #[allow(dead_code, reason = "those tests use the rest")]
 mod nvme_tests {
+    pub(crate) mod crash;
+    pub(crate) mod entries;
     pub(crate) mod world;
 }
 use farside_devices::{Bus, Device, Dma, Interrupts, nvme};

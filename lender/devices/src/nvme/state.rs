@@ -27,8 +27,6 @@
 //!
 //! While the process runs it is the only writer, and never reads this memory: the borrower can write to it.
 
-#[cfg(test)]
-pub mod crash;
 pub mod saved;
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -341,7 +339,7 @@ impl State {
 /// Where a test has the process be killed.
 fn crash_point() {
     #[cfg(test)]
-    crash::point();
+    super::tests::crash::point();
 }
 
 fn all_free() -> Vec<u16> {

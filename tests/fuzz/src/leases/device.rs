@@ -113,6 +113,7 @@ fn reply(lease: &Lease) -> Reply {
             punches_holes: false,
         })),
         None => Reply::Lease {
+            chain: None,
             generation,
             registers: Registers::Descriptor,
             bars: Vec::new(),

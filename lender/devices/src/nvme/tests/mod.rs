@@ -4,6 +4,7 @@
 mod admin;
 mod bench;
 mod configuration;
+pub(super) mod crash;
 mod doorbells;
 mod entries;
 mod hostile;

@@ -2,11 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use super::crash;
 use super::world::{DATA, Driver, OK, SHADOWS, Sqe, pattern};
-use crate::{
-    Device,
-    nvme::state::{self, crash},
-};
+use crate::{Device, nvme::state};
 
 const BLOCK: u64 = 512;
 

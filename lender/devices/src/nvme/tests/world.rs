@@ -19,13 +19,11 @@ use rustix::{
 };
 use tempfile::TempDir;
 
+use super::crash::{self, Killed};
 pub use super::entries::{Cqe, OK, Sqe};
 use crate::{
     Bus, Device, Dma, Interrupts,
-    nvme::{
-        Config, EngineChoice, Image, Nvme,
-        state::crash::{self, Killed},
-    },
+    nvme::{Config, EngineChoice, Image, Nvme},
 };
 
 /// First IOVA of the guest's memory.
