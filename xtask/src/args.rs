@@ -67,6 +67,11 @@ pub(crate) struct Demo {
     #[arg(long, value_name = "MIB", default_value_t = 1024,
           value_parser = value_parser!(u64).range(512..=1 << 20))]
     pub(crate) memory: u64,
+
+    /// Meanwhile kill the disk's worker and the lender (SIGKILL), again and again: the
+    /// guest's I/O waits, and none of it fails.
+    #[arg(long)]
+    pub(crate) kill: bool,
 }
 
 /// Prepares the test bed, builds the product and runs the workspace's tests: those that

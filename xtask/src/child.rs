@@ -17,6 +17,9 @@ use crate::interrupt::{self, Registration};
 /// How many lines of a log an error quotes.
 const QUOTE: usize = 20;
 
+/// Time for the kernel to end a killed process.
+const KILL: Duration = Duration::from_secs(10);
+
 /// A background process, with its output in a file. Killed on drop.
 #[derive(Debug)]
 pub(crate) struct Child {
@@ -80,6 +83,21 @@ impl Child {
                 None => status.to_string(),
             },
             self.last_words()
+        );
+        Ok(())
+    }
+
+    /// Kills it (SIGKILL).
+    pub(crate) fn kill(&mut self) -> Result<()> {
+        self.check_running()?;
+        self.process
+            .signal(Signal::KILL)
+            .with_context(|| format!("killing {}", self.name))?;
+        let ended = self.process.wait(Instant::now() + KILL)?;
+        ensure!(
+            ended.is_some(),
+            "{} did not end within {KILL:?} of SIGKILL",
+            self.name
         );
         Ok(())
     }

@@ -80,7 +80,7 @@ fn end_children() {
         let _ = pidfd_send_signal(child, Signal::TERM);
     }
     if ALL.load(Ordering::SeqCst) {
-        for child in children_of_ours() {
+        for child in children_of("self") {
             if let Ok(child) = pidfd_open(child, PidfdFlags::empty()) {
                 let _ = pidfd_send_signal(&child, Signal::TERM);
             }
@@ -88,9 +88,10 @@ fn end_children() {
     }
 }
 
-/// The children of all threads, as the kernel lists them.
-fn children_of_ours() -> Vec<Pid> {
-    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
+/// The children of all threads of a process, as the kernel lists them.
+pub(crate) fn children_of(process: &str) -> Vec<Pid> {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task"));
+    let tasks = tasks.into_iter().flatten();
     tasks
         .flatten()
         .filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok())
@@ -146,10 +147,10 @@ mod tests {
     fn children_are_found_whichever_thread_started_them() {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
         let pid = Pid::from_child(&child);
-        let found = thread::spawn(children_of_ours).join().unwrap();
+        let found = thread::spawn(|| children_of("self")).join().unwrap();
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(found.contains(&pid), "{found:?}");
-        assert!(!children_of_ours().contains(&pid));
+        assert!(!children_of("self").contains(&pid));
     }
 }

@@ -162,7 +162,7 @@ fn connection(error: Option<&str>) -> Connection {
         state: ConnectionState::Waiting,
         seconds: 3,
         retries: 7,
-        restarts: 0,
+        restarts: 2,
         last_error: error.map(str::to_owned),
     }
 }

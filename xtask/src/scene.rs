@@ -15,6 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 use farside_backend_api::{DeviceReport, Status};
 use farside_lender_protocol::DeviceStatus;
 use farside_testbed::{Accel, TCG_CPU, Testbed, Vm};
+use rustix::process::Pid;
 use tempfile::TempDir;
 
 use crate::{
@@ -43,6 +44,7 @@ const SOCKET_PATH_MAX: usize = 107;
 pub(crate) struct Scene {
     program: PathBuf,
     vm: &'static str,
+    image: PathBuf,
     backend: Child,
     lender: Child,
     directory: TempDir,
@@ -106,19 +108,14 @@ impl Scene {
         vm: &'static str,
     ) -> Result<Self> {
         let path = directory.path();
-        let mut drive = OsString::from(format!("{DEVICE}="));
-        drive.push(image);
-        let mut lend = farside(&program, path, &["lend", "--name", "here", "--nvme"]);
-        lend.arg(drive);
-        let mut lender = Child::spawn("the lender", lend, &path.join("lender.log"))?;
-        await_socket(&path.join("lender.sock"), &mut lender)?;
-
+        let lender = lend(&program, path, image)?;
         let serve = farside(&program, path, &["serve", "--vm", vm, "--device", DEVICE]);
         let mut backend = Child::spawn("the backend", serve, &path.join("backend.log"))?;
         await_socket(&socket(path, vm), &mut backend)?;
         let scene = Self {
             program,
             vm,
+            image: image.to_owned(),
             backend,
             lender,
             directory,
@@ -142,6 +139,18 @@ impl Scene {
     /// The lender's process id.
     pub(crate) fn lender_pid(&self) -> u32 {
         self.lender.pid()
+    }
+
+    /// The processes of the lender's leases.
+    pub(crate) fn workers(&self) -> Vec<Pid> {
+        interrupt::children_of(&self.lender.pid().to_string())
+    }
+
+    /// Kills the lender, and starts another.
+    pub(crate) fn replace_lender(&mut self) -> Result<()> {
+        self.lender.kill()?;
+        self.lender = lend(&self.program, self.directory.path(), &self.image)?;
+        Ok(())
     }
 
     /// The ends of the logs, for an error.
@@ -208,6 +217,13 @@ impl Scene {
         Status::from_json(&output.stdout).context("reading what farside status printed")
     }
 
+    /// The device's state at the borrower's side.
+    pub(crate) fn borrow(&self) -> Result<DeviceReport> {
+        let status = self.status()?;
+        let borrow = status::device(&status, DEVICE).0.cloned();
+        borrow.with_context(|| format!("the backend's status does not name {DEVICE}"))
+    }
+
     /// The device's state at both sides.
     pub(crate) fn device(&self) -> Result<(DeviceReport, DeviceStatus)> {
         let status = self.status()?;
@@ -243,6 +259,17 @@ impl Scene {
         self.lender.stop(SHORT)?;
         sockets(self.directory.path())
     }
+}
+
+/// Starts a lender of `image`, with its socket in that directory.
+fn lend(program: &Path, directory: &Path, image: &Path) -> Result<Child> {
+    let mut drive = OsString::from(format!("{DEVICE}="));
+    drive.push(image);
+    let mut lend = farside(program, directory, &["lend", "--name", "here", "--nvme"]);
+    lend.arg(drive);
+    let mut lender = Child::spawn("the lender", lend, &directory.join("lender.log"))?;
+    await_socket(&directory.join("lender.sock"), &mut lender)?;
+    Ok(lender)
 }
 
 /// `farside` with its sockets in that directory.

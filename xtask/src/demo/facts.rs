@@ -10,6 +10,7 @@ use farside_lender_protocol::{DeviceEntry, DeviceStatus};
 use super::{
     guest::{FILE_SIZE, GuestFacts},
     kernel_view::KernelView,
+    kill::{Kills, Victim},
     outside::OutsideFacts,
 };
 use crate::text::bytes;
@@ -39,6 +40,10 @@ pub(super) struct Facts {
     /// After QEMU's end.
     pub(super) after: Option<Seen>,
     pub(super) guest: GuestFacts,
+    /// Processes that were killed meanwhile, with `--kill`.
+    pub(super) kills: Option<Kills>,
+    /// QEMU ran until the guest powered off.
+    pub(super) qemu_survived: bool,
     pub(super) outside: OutsideFacts,
     /// Sockets left behind by backend and lender.
     pub(super) sockets_left: Vec<PathBuf>,
@@ -89,6 +94,13 @@ impl Facts {
         self.guest_ok() && self.outside_ok()
     }
 
+    /// The longest I/O of fio.
+    pub(super) fn longest_io(&self) -> Duration {
+        let fio = &self.guest.fio;
+        let longest = fio.read.clat_ns.max.max(fio.write.clat_ns.max);
+        Duration::from_nanos(longest as u64)
+    }
+
     fn guest_ok(&self) -> bool {
         let guest = &self.guest;
         !guest.sha256_written.is_empty()
@@ -104,6 +116,21 @@ impl Facts {
 
     /// All conditions, in the order of the events.
     pub(super) fn checks(&self) -> Vec<Check> {
+        let mut checks = self.checks_of_any();
+        if let Some(kills) = &self.kills {
+            let killed = [Victim::Worker, Victim::Lender]
+                .iter()
+                .all(|victim| kills.get(victim).is_some_and(|count| *count > 0));
+            checks.push(Check {
+                what: "worker and lender were killed while the guest used the disk, QEMU went on, and no I/O failed",
+                holds: killed && self.qemu_survived && self.guest.io_errors == 0,
+                why: format!("{kills:?}, {} lines of the guest's kernel about failed I/O", self.guest.io_errors),
+            });
+        }
+        checks
+    }
+
+    fn checks_of_any(&self) -> Vec<Check> {
         let none = Seen::default();
         let paused = self.paused.as_ref().unwrap_or(&none);
         let running = self.running.as_ref().unwrap_or(&none);
@@ -312,6 +339,8 @@ pub(super) mod tests {
                 sha256,
                 fsck: String::new(),
             },
+            kills: Some([(Victim::Worker, 2), (Victim::Lender, 1)].into()),
+            qemu_survived: true,
             ..Facts::default()
         }
     }
@@ -336,8 +365,8 @@ pub(super) mod tests {
     #[test]
     fn a_demo_that_measured_nothing_passes_nothing() {
         let failed = broken(|facts| *facts = Facts::default());
-        // All but the check for left sockets.
-        assert_eq!(failed.len(), good().checks().len() - 1, "{failed:?}");
+        // All but the check for left sockets, and those of what was not asked for.
+        assert_eq!(failed.len(), good().checks_of_any().len() - 1, "{failed:?}");
     }
 
     #[test]
@@ -386,6 +415,11 @@ pub(super) mod tests {
             }),
             ("afterwards", |f| f.after = None),
             ("socket", |f| f.sockets_left.push("/s".into())),
+            ("were killed", |f| f.guest.io_errors = 1),
+            ("were killed", |f| f.qemu_survived = false),
+            ("were killed", |f| {
+                f.kills.as_mut().unwrap().remove(&Victim::Worker);
+            }),
         ];
         for (position, (what, change)) in changes.iter().enumerate() {
             let failed = broken(change);

@@ -17,6 +17,11 @@ pub(super) const FILE_SIZE: u64 = 256 << 20;
 const LONG: Duration = Duration::from_secs(300);
 /// Length of the fio run, seconds.
 const FIO_SECONDS: u32 = 3;
+/// The same while processes are killed.
+const FIO_SECONDS_OF_KILLS: u32 = 10;
+/// What the kernel logs of failed I/O.
+const IO_ERRORS: &str =
+    "I/O error|critical .* error|nvme.*(timeout|reset|controller is down)|EXT4-fs error";
 
 /// The guest's facts.
 #[derive(Clone, Debug, Default)]
@@ -31,6 +36,8 @@ pub(super) struct GuestFacts {
     /// Bytes read back from the disk, rather than from the page cache.
     pub(super) bytes_read_back: u64,
     pub(super) fio: Fio,
+    /// Lines about failed I/O in the kernel's log.
+    pub(super) io_errors: u64,
 }
 
 /// fio's figures.
@@ -51,10 +58,12 @@ pub(super) struct Direction {
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(super) struct Latency {
     pub(super) mean: f64,
+    #[serde(default)]
+    pub(super) max: f64,
 }
 
-/// Uses the disk, from file system to fio, and unbinds its driver.
-pub(super) fn use_drive(vm: &Vm, progress: &Progress) -> Result<GuestFacts> {
+/// Uses the disk, from file system to fio. With `kills`, long enough for some.
+pub(super) fn use_drive(vm: &Vm, progress: &Progress, kills: bool) -> Result<GuestFacts> {
     let step = |label: &'static str, command: &str, timeout| -> Result<String> {
         let task = progress.spinner(label);
         let output = vm.exec_ok(&format!("set -e -o pipefail; {command}"), timeout)?;
@@ -93,16 +102,23 @@ pub(super) fn use_drive(vm: &Vm, progress: &Progress) -> Result<GuestFacts> {
         LONG,
     )?)?;
     facts.bytes_read_back = bytes_read(vm)? - before;
+    let seconds = if kills {
+        FIO_SECONDS_OF_KILLS
+    } else {
+        FIO_SECONDS
+    };
     facts.fio = fio(&step(
         "Guest: running fio",
         &format!(
             "fio --name=demo --filename=/mnt/fio --size=64M --rw=randrw --bs=4k --iodepth=16 \
-             --direct=1 --ioengine=io_uring --time_based --runtime={FIO_SECONDS} \
+             --direct=1 --ioengine=io_uring --time_based --runtime={seconds} \
              --output-format=json"
         ),
         LONG,
     )?)?;
     step("Guest: unmounting", "umount /mnt", SHORT)?;
+    let count = vm.exec_ok(&format!("dmesg | grep -c -E '{IO_ERRORS}' || true"), SHORT)?;
+    facts.io_errors = count.trim().parse().context("a count of lines")?;
     Ok(facts)
 }
 

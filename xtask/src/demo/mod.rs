@@ -1,12 +1,13 @@
 //! The demo: a guest uses a borrowed NVMe device, and everything is returned.
 //!
-//! [`guest`] is the part in the guest, [`outside`] an independent proof, [`facts`] the
-//! measurements and their conditions, [`report`] the output. If a condition does not hold,
+//! [`guest`] is the part in the guest, [`kill`] what happens to processes meanwhile if that is asked for,
+//! [`outside`] an independent proof, [`facts`] the measurements and their conditions, [`report`] the output. If a condition does not hold,
 //! the exit status is non-zero.
 
 mod facts;
 mod guest;
 mod kernel_view;
+mod kill;
 mod outside;
 mod report;
 
@@ -58,7 +59,7 @@ pub(crate) fn run(args: &Demo) -> Result<ExitCode> {
     File::create(&image)
         .and_then(|file| file.set_len(DRIVE))
         .with_context(|| format!("making {}", image.display()))?;
-    let scene = Scene::start(program, scene::directory(VM)?, &image, VM)?;
+    let mut scene = Scene::start(program, scene::directory(VM)?, &image, VM)?;
 
     let mut facts = Facts {
         memory: size.memory_mib << 20,
@@ -66,8 +67,10 @@ pub(crate) fn run(args: &Demo) -> Result<ExitCode> {
         accel: format!("{:?}", testbed.accel()).to_uppercase(),
         ..Facts::default()
     };
-    play(&scene, &testbed, &size, &progress, &mut facts)
-        .map_err(|error| error.context(format!("the demo failed{}", scene.last_words())))?;
+    play(
+        &mut scene, &testbed, &size, &progress, args.kill, &mut facts,
+    )
+    .map_err(|error| error.context(format!("the demo failed{}", scene.last_words())))?;
     facts.sockets_left = scene.stop()?;
     prove(&testbed, &image, &progress, &mut facts)?;
     facts.wall = start.elapsed();
@@ -85,18 +88,30 @@ pub(crate) fn run(args: &Demo) -> Result<ExitCode> {
 
 /// From the VM's start to its end.
 fn play(
-    scene: &Scene,
+    scene: &mut Scene,
     testbed: &Testbed,
     size: &Size,
     progress: &Progress,
+    kill: bool,
     facts: &mut Facts,
 ) -> Result<()> {
     let guest = boot(scene, testbed, size, progress, facts)?;
-    facts.guest = guest::use_drive(&guest.vm, progress)?;
+    facts.guest = match kill {
+        false => guest::use_drive(&guest.vm, progress, false)?,
+        // Children end with the thread that has started them, so this one starts lenders.
+        true => thread::scope(|threads| {
+            let user = threads.spawn(|| guest::use_drive(&guest.vm, progress, true));
+            let kills = kill::kill(scene, progress, || user.is_finished());
+            let used = user.join();
+            facts.kills = Some(kills?);
+            used.map_err(|_| anyhow::anyhow!("the thread that uses the disk panicked"))?
+        })?,
+    };
     facts.running = Some(look(scene)?);
 
     let task = progress.spinner("Shutting the guest down");
     guest.shutdown()?;
+    facts.qemu_survived = true;
     scene.wait_for("the disk's return to the lender", |scene| {
         let (borrow, lent) = scene.device()?;
         Ok(lent.is_free() && borrow.state == BorrowState::Unleased)

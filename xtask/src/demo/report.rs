@@ -6,6 +6,7 @@ use serde::Serialize;
 use super::{
     facts::{Facts, Seen},
     guest::Direction,
+    kill::{Kills, Victim},
 };
 use crate::{
     status,
@@ -113,6 +114,19 @@ pub(super) fn text(facts: &Facts) -> String {
         line(&mut text, name, figures(direction));
     }
 
+    if let Some(kills) = &facts.kills {
+        heading(&mut text, "Killed meanwhile");
+        for (victim, count) in kills {
+            let name = match victim {
+                Victim::Worker => "the disk's worker",
+                Victim::Lender => "the lender",
+            };
+            line(&mut text, name, counted(*count, "time", "times"));
+        }
+        let longest = facts.longest_io().as_secs_f64() * 1e6;
+        line(&mut text, "longest I/O of fio", micros(longest));
+    }
+
     heading(&mut text, "Verdict");
     for check in facts.checks() {
         match check.holds {
@@ -165,6 +179,10 @@ pub(super) struct Document {
     accel: String,
     sha256: String,
     interrupts: Vec<InterruptCount>,
+    guest_io_errors: u64,
+    qemu_survived: bool,
+    kills: Option<Kills>,
+    longest_pause_ms: Option<f64>,
     checks: Vec<CheckResult>,
 }
 
@@ -218,6 +236,13 @@ impl From<&Facts> for Document {
                     count: count.fired,
                 })
                 .collect(),
+            guest_io_errors: facts.guest.io_errors,
+            qemu_survived: facts.qemu_survived,
+            kills: facts.kills.clone(),
+            longest_pause_ms: facts
+                .kills
+                .as_ref()
+                .map(|_| facts.longest_io().as_secs_f64() * 1e3),
             checks: checks
                 .map(|check| CheckResult {
                     what: check.what,
@@ -246,6 +271,9 @@ mod tests {
         "dma_faults",
         "checksum_ok",
         "wall_s",
+        "guest_io_errors",
+        "longest_pause_ms",
+        "qemu_survived",
     ];
 
     #[test]
@@ -254,11 +282,12 @@ mod tests {
         is_documented("cargo xtask demo --json", &[&json]);
         for name in FIXED {
             match *name {
-                "checksum_ok" => assert_eq!(json[name], true),
+                "checksum_ok" | "qemu_survived" => assert_eq!(json[name], true),
                 name => assert!(json[name].is_number(), "{name}: {json}"),
             }
         }
         assert_eq!(json["bytes_pinned_after_bme"], json["guest_ram_bytes"]);
+        assert_eq!(json["kills"], serde_json::json!({"worker": 2, "lender": 1}));
     }
 
     #[test]
