@@ -264,7 +264,18 @@ pub fn muted_within(
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("lender.sock");
     let lender = Muted::start(socket.clone(), mute);
-    let served = Served::start(farside_backend::Config {
+    let served = Served::start(config(&dir, socket, open_timeout, message_timeout));
+    (dir, lender, served)
+}
+
+/// The configuration of a backend whose lender has this socket.
+pub fn config(
+    dir: &tempfile::TempDir,
+    socket: std::path::PathBuf,
+    open_timeout: Duration,
+    message_timeout: Duration,
+) -> farside_backend::Config {
+    farside_backend::Config {
         vm: "a".parse().unwrap(),
         directory: dir.path().join("a"),
         devices: vec![DMA.parse().unwrap()],
@@ -283,8 +294,7 @@ pub fn muted_within(
         socket_group: None,
         release: None,
         helper: None,
-    });
-    (dir, lender, served)
+    }
 }
 
 /// QEMU's message timeout, after which the VM continues without the reply.

@@ -10,6 +10,7 @@ mod host;
 mod vmm;
 
 mod drain;
+mod goes_on;
 mod independent_client;
 mod interrupts;
 mod late;

@@ -505,7 +505,17 @@ impl Client {
             accesses: self.accesses.load(Ordering::Acquire),
             request,
         };
-        match self.exchange(&envelope, fds, deadline) {
+        let answer = self.exchange(&envelope, fds, deadline);
+        self.judge(answer, started)
+    }
+
+    /// The outcome of a call that was made when it was `started`.
+    fn judge(
+        &mut self,
+        answer: Result<(Reply, Vec<OwnedFd>), ChannelError>,
+        started: Instant,
+    ) -> Result<(Reply, Vec<OwnedFd>), CallError> {
+        match answer {
             Ok((Reply::Refused(error), _)) => Err(error.into()),
             Ok(answer) => Ok(answer),
             Err(ChannelError::TimedOut(_)) => Err(CallError::Late(started.elapsed())),
@@ -546,8 +556,14 @@ impl Client {
             self.answers_due += 1;
         }
         result?;
+        self.answer_by(deadline)
+    }
+
+    /// The answer to the last request.
+    fn answer_by(&mut self, deadline: Instant) -> Result<(Reply, Vec<OwnedFd>), ChannelError> {
         loop {
-            let answer = self.channel.receive(left())?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            let answer = self.channel.receive(left)?;
             if let (Reply::ProcessEnded, _) = answer {
                 self.process_ended = true;
                 return Err(ChannelError::Closed);

@@ -214,6 +214,7 @@ impl Borrower {
         }
         let before = match std::mem::take(&mut self.borrow) {
             Borrow::Away(away) => {
+                self.borrow_unanswered |= away.may_be_granted();
                 let (former, path) = away.into_former();
                 if let Some(former) = former {
                     self.hang_up(former);

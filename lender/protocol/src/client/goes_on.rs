@@ -29,6 +29,27 @@ impl Client {
         self.take_lease(reply, fds)
     }
 
+    /// Whether the last request was sent, and has no answer.
+    pub fn awaits_answer(&self) -> bool {
+        self.answers_due > 0 && !self.failed
+    }
+
+    /// Waits further for the answer to [`Client::borrow_and_keep`], which was [late](CallError::Late).
+    pub fn late_lease(&mut self) -> Result<Lease, CallError> {
+        if !self.awaits_answer() {
+            return Err(ChannelError::Closed.into());
+        }
+        let (started, deadline) = self.deadline();
+        let answer = self.answer_by(deadline);
+        let (reply, fds) = self.judge(answer, started)?;
+        self.take_lease(reply, fds)
+    }
+
+    /// Whether the lender has sent [`Reply::ProcessEnded`]: it keeps the device while this connection is open.
+    pub fn has_process_ended(&self) -> bool {
+        self.process_ended
+    }
+
     /// Closes the connection, and waits for at most `timeout` until the lender has closed
     /// it. A lender closes it after it has stopped the device's DMA and closed all
     /// windows, so both are done when this returns true. This also holds if the lender's

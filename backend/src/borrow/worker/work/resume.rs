@@ -10,7 +10,8 @@ use std::{
 };
 
 use farside_lender_protocol::{
-    CallError, ChannelError, Client, IrqUpdate, Keeping, Secret, Transport, served,
+    CallError, ChannelError, Client, IrqUpdate, Keeping, Lease as Granted, Secret, Transport,
+    served,
 };
 
 use super::{
@@ -32,8 +33,12 @@ const GONE_TIMEOUT: Duration = Duration::from_millis(500);
 pub(in crate::borrow::worker) struct Away {
     /// The connection of the former worker, which stays open: the lender keeps the device for it.
     former: Client,
+    /// The connection of an attempt that has no answer yet: closed, it would end a lease that the lender still grants.
+    asked: Option<Client>,
     /// The former worker is gone: until then it may reach guest memory.
     is_alone: bool,
+    /// The former worker could not be set up. It runs until the lender ends it for the next attempt.
+    is_useless: bool,
     chain: Secret,
     /// Its guest memory stays pinned.
     path: Option<OpenPath>,
@@ -62,9 +67,33 @@ impl Away {
         self.is_alone
     }
 
+    /// An attempt over `client` has failed.
+    fn attempt_failed(&mut self, client: Client, error: &CallError) {
+        if matches!(error, CallError::Late(_)) && client.awaits_answer() {
+            self.asked = Some(client);
+        } else if client.has_process_ended() {
+            // The lease was granted, and its worker has ended: the lender keeps the device for this connection now.
+            self.former = client;
+        } else if matches!(error, CallError::Unexpected(_)) {
+            self.is_not_usable(client);
+        }
+    }
+
+    /// The lease was granted to `client`, and its worker cannot be used.
+    fn is_not_usable(&mut self, client: Client) {
+        self.former = client;
+        self.is_alone = false;
+        self.is_useless = true;
+    }
+
     /// Gives the lease up. Returns the connection, if the former worker may still be there, and the memory.
     pub(in crate::borrow::worker) fn into_former(self) -> (Option<Client>, Option<OpenPath>) {
         (Some(self.former).filter(|_| !self.is_alone), self.path)
+    }
+
+    /// Whether the lender may still grant the lease to the connection of an attempt.
+    pub(in crate::borrow::worker) fn may_be_granted(&self) -> bool {
+        self.asked.is_some()
     }
 }
 
@@ -106,7 +135,9 @@ impl Borrower {
                     path,
                 )) => Borrow::Away(Box::new(Away {
                     former: client,
+                    asked: None,
                     is_alone: false,
+                    is_useless: false,
                     chain,
                     path: path.filter(|_| was_open),
                     page_window,
@@ -171,33 +202,33 @@ impl Borrower {
         let Borrow::Away(away) = &mut self.borrow else {
             return Err(cut());
         };
-        if !away.is_alone(GONE_TIMEOUT) {
+        let patience = match away.is_useless {
+            true => Duration::ZERO,
+            false => GONE_TIMEOUT,
+        };
+        if !(away.is_alone(patience) || away.is_useless) {
             return Err(CallError::Late(GONE_TIMEOUT).into());
         }
         // Before the next worker counts.
         let page = setup.state_page.as_ref();
         let served = *away.served.get_or_insert_with(|| page.map_or(0, served));
-        let settings = &self.settings;
-        let device = &settings.device;
-        let deadline = Some(Instant::now() + ATTEMPT_TIMEOUT);
-        let (dialer, vm) = (&settings.dialer, Some(&settings.vm));
-        let mut client = Client::connect_through(dialer, &settings.lender, vm, deadline)?;
-        if client.describe(device)? != self.described {
-            return Err(WorkError::Changed(device.clone()));
-        }
-        client.set_fence(settings.fence()?);
-        let keeping = Keeping {
-            keep: settings.lost_after,
-            resumes: Some(away.chain),
+        let asked = away.asked.take();
+        let (mut client, granted) = self.ask(asked, setup)?;
+        let Borrow::Away(away) = &mut self.borrow else {
+            return Err(cut());
         };
-        let files = setup.files();
-        let files: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
-        let granted = client.borrow_and_keep(device, keeping, &files)?;
+        let granted = match granted {
+            Ok(granted) => granted,
+            Err(error) => {
+                away.attempt_failed(client, &error);
+                return Err(error.into());
+            }
+        };
         let generation = client.generation();
         let mut go_on = || -> Result<(), WorkError> {
             client.set_intx_disable(setup.intx_disable)?;
             for request in &setup.irqs {
-                let (update, fds) = IrqUpdate::new(request, settings.relay_interrupts);
+                let (update, fds) = IrqUpdate::new(request, self.settings.relay_interrupts);
                 client.set_irqs(update, &fds)?;
             }
             if away.reset {
@@ -212,8 +243,8 @@ impl Borrower {
         };
         if let Err(error) = go_on() {
             // This worker is the former one now.
-            away.former = client;
-            away.is_alone = false;
+            away.is_not_usable(client);
+            away.is_useless = !is_cut(&error);
             return Err(error);
         }
         let lease = Lease {
@@ -234,6 +265,39 @@ impl Borrower {
             goes_on: true,
             served,
         })
+    }
+
+    /// Asks for the lease that goes on, or waits further for the answer to one that `asked`.
+    fn ask(
+        &self,
+        asked: Option<Client>,
+        setup: &Setup,
+    ) -> Result<(Client, Result<Granted, CallError>), WorkError> {
+        let Borrow::Away(away) = &self.borrow else {
+            return Err(cut());
+        };
+        let settings = &self.settings;
+        let device = &settings.device;
+        let deadline = Some(Instant::now() + ATTEMPT_TIMEOUT);
+        if let Some(mut client) = asked {
+            client.set_deadline(deadline);
+            let granted = client.late_lease();
+            return Ok((client, granted));
+        }
+        let (dialer, vm) = (&settings.dialer, Some(&settings.vm));
+        let mut client = Client::connect_through(dialer, &settings.lender, vm, deadline)?;
+        if client.describe(device)? != self.described {
+            return Err(WorkError::Changed(device.clone()));
+        }
+        client.set_fence(settings.fence()?);
+        let keeping = Keeping {
+            keep: settings.lost_after,
+            resumes: Some(away.chain),
+        };
+        let files = setup.files();
+        let files: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
+        let granted = client.borrow_and_keep(device, keeping, &files);
+        Ok((client, granted))
     }
 
     /// Whether leases of the device can go on.
