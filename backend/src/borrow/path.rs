@@ -287,16 +287,17 @@ impl OpenPath {
 
     /// Closes the windows without mappings.
     fn close_empty(&mut self, client: &mut Client) -> Result<(), CallError> {
-        let segments = &self.segments;
-        let in_use = |window: &Window| {
-            let below = segments.range(..window.range.end()).next_back();
-            below.is_some_and(|(_, segment)| segment.range.overlaps(window.range))
-        };
-        while let Some(at) = self.windows.iter().position(|window| !in_use(window)) {
+        while let Some(at) = self.windows.iter().position(|it| self.is_empty(it)) {
             client.close_window(window_iova(self.windows[at].range.start()))?;
             self.windows.swap_remove(at);
         }
         Ok(())
+    }
+
+    /// Whether nothing is mapped in a window.
+    fn is_empty(&self, window: &Window) -> bool {
+        let below = self.segments.range(..window.range.end()).next_back();
+        !below.is_some_and(|(_, segment)| segment.range.overlaps(window.range))
     }
 
     /// Rolls back a failed [`OpenPath::map`], and records the mapping as unreachable.
@@ -545,6 +546,38 @@ mod tests {
             path.without_window(range(0x10000, 0x11000)),
             [range(0x10000, 0x11000)]
         );
+    }
+
+    #[test]
+    fn an_unmap_without_a_process_leaves_no_empty_window_and_nothing_half_added() {
+        let mut path = open(&[(0, 0x8000), (0xa000, 0xc000), (0x10000, 0x20000)]);
+        let mapping = |start: u64, end: u64| Mapping {
+            range: range(start, end),
+            backing: None,
+            writable: true,
+        };
+        let segment = |range: GpaRange| Segment {
+            range,
+            memory: MemoryRange::whole(std::fs::File::open("/dev/null").unwrap(), range.len()),
+            pieces: Vec::new(),
+            pins: None,
+        };
+        for part in [range(0, 0x8000), range(0xa000, 0xc000)] {
+            path.segments.insert(part.start(), segment(part));
+        }
+        // The lender has ended while this was being added.
+        path.adding.windows.push(Gpa::new(0x10000));
+        path.forget(&mapping(0x10000, 0x20000));
+        assert!(path.adding.windows.is_empty());
+        let starts = |path: &OpenPath| -> Vec<_> {
+            path.windows
+                .iter()
+                .map(|it| it.range.start().get())
+                .collect()
+        };
+        assert_eq!(starts(&path), [0, 0xa000]);
+        path.forget(&mapping(0, 0x8000));
+        assert_eq!(path.segments.len(), 1);
     }
 
     #[test]

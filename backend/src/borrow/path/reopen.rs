@@ -2,12 +2,14 @@
 
 use farside_lender_protocol::Client;
 
-use super::{OpenPath, window_iova};
+use super::{Adding, OpenPath, window_iova};
 use crate::{borrow::error::PathError, dma_table::Mapping};
 
 impl OpenPath {
     /// Opens the same windows onto the same memory, which stays pinned, in another process of the device.
     pub(crate) fn reopen(&mut self, client: &mut Client) -> Result<(), PathError> {
+        // A mapping whose addition was cut off is added anew.
+        self.adding = Adding::default();
         for window in &mut self.windows {
             let iova = window_iova(window.range.start());
             let len = window.range.len();
@@ -26,12 +28,22 @@ impl OpenPath {
 
     /// As [`OpenPath::unmap`], of a device that has no process.
     pub(crate) fn forget(&mut self, mapping: &Mapping) {
-        self.unreachable.remove(&mapping.range.start());
-        self.segments.remove(&mapping.range.start());
+        let start = mapping.range.start();
+        // It may be the one whose addition was cut off.
+        self.adding = Adding::default();
+        self.unreachable.remove(&start);
+        let removed = self.segments.remove(&start);
+        let paged = removed.is_some_and(|segment| segment.pins.is_none());
+        if !(paged && self.keeps_windows()) {
+            let windows = std::mem::take(&mut self.windows);
+            let kept = windows.into_iter().filter(|it| !self.is_empty(it));
+            self.windows = kept.collect();
+        }
     }
 
     /// Records a mapping that could not be added as unreachable, of a device that has no process.
     pub(crate) fn leave_out(&mut self, mapping: &Mapping) {
+        self.adding = Adding::default();
         let start = mapping.range.start();
         self.unreachable.insert(start, mapping.range.len());
     }
