@@ -219,10 +219,12 @@ impl DeviceLoop {
             }
             let has_left = fds.get(2).is_some_and(|fd| !fd.revents().is_empty());
             if let Some((_, generation)) = self.kept.take_if(|_| has_left) {
-                log::info!(
+                // Whom it was kept for can cause that at any rate.
+                let line = format!(
                     "device {}: its borrower has gone, for whom it was kept",
                     self.id
                 );
+                self.home.line(Line::Ended, &line);
                 self.home.left(generation);
             }
             self.requests_wake.lower();

@@ -129,6 +129,8 @@ struct WorkerLease<'a> {
     kill_at: Option<Instant>,
     /// The worker was told to stop.
     stopped: bool,
+    /// The worker was killed for the lease to go on in another, which its borrower can ask for at any rate.
+    superseded: bool,
     /// The worker has ended.
     gone: bool,
     /// Limits the problems that a worker reports.
@@ -164,6 +166,7 @@ impl<'a> WorkerLease<'a> {
             windows: Vec::new(),
             report: None,
             stopped: false,
+            superseded: false,
             gone: false,
             kill_at: None,
             problems: RateLimit::new(),
@@ -454,6 +457,7 @@ impl<'a> WorkerLease<'a> {
                 // What the worker has begun on the medium is over when it is gone.
                 DeviceRequest::Supersede { generation } => {
                     if generation == self.generation {
+                        self.superseded = true;
                         self.worker.kill();
                     }
                     continue;
@@ -515,7 +519,7 @@ impl<'a> WorkerLease<'a> {
             self.owner.publish_problem(problem.as_deref());
         }
         let (id, pid) = (self.owner.id.clone(), self.worker.pid());
-        if !status.success() {
+        if !(status.success() || self.superseded) {
             log::error!("device {id}: its worker process {pid} {}", ended(status));
         }
         let goes_on = self.ended.is_none() && self.may_go_on();
