@@ -272,7 +272,15 @@ fn kill_workers(doorbells: Doorbells, count: usize) {
     let pid = lender.pid();
     let pauses = under_load(&cluster, doorbells, |mut random, progress| {
         let mut kills = Vec::new();
-        while kills.len() < count {
+        for round in 1.. {
+            assert!(
+                round <= 4 * count,
+                "{} kills in {round} rounds",
+                kills.len()
+            );
+            if kills.len() == count {
+                break;
+            }
             progress.wait(&mut random, Duration::from_millis(50));
             let status = cluster.status().unwrap();
             let connection = status.borrow("a", "disk0").unwrap().connection.unwrap();
