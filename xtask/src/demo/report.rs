@@ -98,7 +98,11 @@ pub(super) fn text(facts: &Facts) -> String {
         micros(borrow.bme_to_ready_us as f64),
     );
     let fired: Vec<String> = running.lent.interrupts.iter().map(status::fired).collect();
-    line(&mut text, "interrupts", fired.join(", "));
+    let since = match &facts.kills {
+        Some(_) => " (of the last worker)",
+        None => "",
+    };
+    line(&mut text, "interrupts", fired.join(", ") + since);
     line(&mut text, "DMA faults", facts.dma_faults().to_string());
 
     heading(&mut text, "I/O in the guest");
