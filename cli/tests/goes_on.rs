@@ -87,11 +87,18 @@ impl Lender {
         state: &impl AsFd,
         resumes: Option<Secret>,
     ) -> Result<(Client, Lease), CallError> {
+        self.borrow_for(KEEP, vm, state, resumes)
+    }
+
+    fn borrow_for(
+        &self,
+        keep: Duration,
+        vm: &str,
+        state: &impl AsFd,
+        resumes: Option<Secret>,
+    ) -> Result<(Client, Lease), CallError> {
         let mut client = self.client(vm);
-        let keeping = Keeping {
-            keep: KEEP,
-            resumes,
-        };
+        let keeping = Keeping { keep, resumes };
         let id = "disk0".parse().expect("an id");
         let lease = client.borrow_and_keep(&id, keeping, &[state.as_fd()])?;
         Ok((client, lease))
@@ -139,6 +146,12 @@ impl Lender {
         let worker = pids.split_whitespace().next().expect("a worker");
         let worker = worker.parse().ok().and_then(Pid::from_raw);
         kill_process(worker.expect("a number"), Signal::KILL).expect("a process");
+    }
+
+    /// The number of its descriptors.
+    fn descriptors(&self) -> usize {
+        let of_lender = fs::read_dir(format!("/proc/{}/fd", self.child.id()));
+        of_lender.expect("descriptors").count()
     }
 
     /// Waits until the device is neither lent nor kept.
@@ -274,6 +287,63 @@ fn a_borrower_that_ends_leaves_nothing_kept() {
     drop(lease);
     lender.wait_free();
     assert!(began.elapsed() < KEEP / 2);
+}
+
+/// Each time its worker ends, and another is started.
+#[test]
+fn a_borrower_that_asks_again_and_again_costs_the_lender_nothing_and_others_no_device() {
+    let lender = Lender::start();
+    let state = lender.state();
+    let (mut client, mut lease) = lender.borrow("web1", &state, None).expect("a lease");
+    let chain = lease.chain.expect("a chain");
+    let mut descriptors = 0;
+    for round in 0..30 {
+        // The worker runs.
+        let next = lender.borrow_soon("web1", &state, Some(chain));
+        drop((client, lease));
+        (client, lease) = next;
+        assert_eq!(version(&mut lease), 0x1_0400);
+        let error = lender.refusal("web2", &state, Some(chain));
+        assert_eq!(error.kind, ErrorKind::ChainEnded, "{error}");
+        if round == 0 {
+            descriptors = lender.descriptors();
+        }
+    }
+    // Connections that are being closed come and go.
+    let began = Instant::now();
+    while lender.descriptors() > descriptors {
+        assert!(
+            began.elapsed() < DEADLINE,
+            "{} of {descriptors}",
+            lender.descriptors()
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    drop((client, lease));
+    lender.wait_free();
+    lender
+        .borrow("web2", &lender.state(), None)
+        .expect("a lease");
+}
+
+/// Its connection stays open.
+#[test]
+fn a_device_without_a_worker_is_kept_no_longer_than_was_asked_for() {
+    let lender = Lender::start();
+    let state = lender.state();
+    let keep = Duration::from_millis(1500);
+    let borrowed = lender.borrow_for(keep, "web1", &state, None);
+    let (_client, lease) = borrowed.expect("a lease");
+    let chain = lease.chain.expect("a chain");
+    let killed = Instant::now();
+    lender.kill_worker();
+    lender.wait_free();
+    assert!(killed.elapsed() >= keep, "{:?}", killed.elapsed());
+    let lent = lender.borrow("web2", &lender.state(), None);
+    let (_other, mut lease) = lent.expect("a lease");
+    assert_eq!(version(&mut lease), 0x1_0400);
+    let error = lender.refusal("web1", &state, Some(chain));
+    assert_eq!(error.kind, ErrorKind::ChainEnded, "{error}");
 }
 
 #[test]
