@@ -508,11 +508,11 @@ mod tests {
     use super::*;
     use crate::borrow::vm_memory::PEER_STEP;
 
-    fn range(start: u64, end: u64) -> GpaRange {
+    pub(super) fn range(start: u64, end: u64) -> GpaRange {
         GpaRange::between(Gpa::new(start), Gpa::new(end)).unwrap()
     }
 
-    fn open(windows: &[(u64, u64)]) -> OpenPath {
+    pub(super) fn open(windows: &[(u64, u64)]) -> OpenPath {
         let mut path = OpenPath::default();
         for &(start, end) in windows {
             let range = range(start, end);
@@ -546,38 +546,6 @@ mod tests {
             path.without_window(range(0x10000, 0x11000)),
             [range(0x10000, 0x11000)]
         );
-    }
-
-    #[test]
-    fn an_unmap_without_a_process_leaves_no_empty_window_and_nothing_half_added() {
-        let mut path = open(&[(0, 0x8000), (0xa000, 0xc000), (0x10000, 0x20000)]);
-        let mapping = |start: u64, end: u64| Mapping {
-            range: range(start, end),
-            backing: None,
-            writable: true,
-        };
-        let segment = |range: GpaRange| Segment {
-            range,
-            memory: MemoryRange::whole(std::fs::File::open("/dev/null").unwrap(), range.len()),
-            pieces: Vec::new(),
-            pins: None,
-        };
-        for part in [range(0, 0x8000), range(0xa000, 0xc000)] {
-            path.segments.insert(part.start(), segment(part));
-        }
-        // The lender has ended while this was being added.
-        path.adding.windows.push(Gpa::new(0x10000));
-        path.forget(&mapping(0x10000, 0x20000));
-        assert!(path.adding.windows.is_empty());
-        let starts = |path: &OpenPath| -> Vec<_> {
-            path.windows
-                .iter()
-                .map(|it| it.range.start().get())
-                .collect()
-        };
-        assert_eq!(starts(&path), [0, 0xa000]);
-        path.forget(&mapping(0, 0x8000));
-        assert_eq!(path.segments.len(), 1);
     }
 
     #[test]

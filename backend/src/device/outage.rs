@@ -153,8 +153,8 @@ impl Device {
         self.settings.network.retried(text);
     }
 
-    /// The device is lost, until the VM is reset. The guest is not asked to release it: a VMM whose device goes before its
-    /// guest has released it may abort (QEMU, at its next change of memory).
+    /// The device is lost, until the VM is reset. The guest is not asked to release it: a VMM whose device is removed before
+    /// its guest has released it may abort (QEMU, at its next change of memory).
     pub(super) fn give_up(&mut self, error: String) {
         let since = self.outage.take().map_or_else(Instant::now, |it| it.since);
         log::error!(

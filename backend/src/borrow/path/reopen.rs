@@ -48,3 +48,49 @@ impl OpenPath {
         self.unreachable.insert(start, mapping.range.len());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use farside_fabric::MemoryRange;
+    use farside_guest_layout::{Gpa, GpaRange};
+
+    use super::{
+        super::{
+            Segment,
+            tests::{open, range},
+        },
+        *,
+    };
+
+    #[test]
+    fn an_unmap_without_a_process_leaves_no_empty_window_and_nothing_half_added() {
+        let mut path = open(&[(0, 0x8000), (0xa000, 0xc000), (0x10000, 0x20000)]);
+        let mapping = |start: u64, end: u64| Mapping {
+            range: range(start, end),
+            backing: None,
+            writable: true,
+        };
+        let segment = |range: GpaRange| Segment {
+            range,
+            memory: MemoryRange::whole(std::fs::File::open("/dev/null").unwrap(), range.len()),
+            pieces: Vec::new(),
+            pins: None,
+        };
+        for part in [range(0, 0x8000), range(0xa000, 0xc000)] {
+            path.segments.insert(part.start(), segment(part));
+        }
+        // The lender has ended while this was being added.
+        path.adding.windows.push(Gpa::new(0x10000));
+        path.forget(&mapping(0x10000, 0x20000));
+        assert!(path.adding.windows.is_empty());
+        let starts = |path: &OpenPath| -> Vec<_> {
+            path.windows
+                .iter()
+                .map(|it| it.range.start().get())
+                .collect()
+        };
+        assert_eq!(starts(&path), [0, 0xa000]);
+        path.forget(&mapping(0, 0x8000));
+        assert_eq!(path.segments.len(), 1);
+    }
+}

@@ -23,10 +23,14 @@ use super::{
 };
 use crate::borrow::{Setup, State, Step, path::OpenPath};
 
-/// Time limit for an attempt, with what it waits for the former worker.
-pub(super) const ATTEMPT_TIMEOUT: Duration = Duration::from_millis(1500);
+/// How long an attempt waits for the lease. The next one waits further, however slowly a worker starts.
+const LEASE_TIMEOUT: Duration = Duration::from_millis(700);
 
-/// How long an attempt waits for the former worker to be gone.
+/// Time limit for setting the new worker up: a worker for which this is too short is ended.
+const SET_UP_TIMEOUT: Duration = Duration::from_millis(800);
+
+/// How long an attempt waits for the former worker to be gone. With the other two, and the time for which a request is held
+/// before (`device/outage.rs`), below a VMM's message timeout of 5 s.
 const GONE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A lease without its worker.
@@ -225,6 +229,7 @@ impl Borrower {
             }
         };
         let generation = client.generation();
+        client.set_deadline(Some(Instant::now() + SET_UP_TIMEOUT));
         let mut go_on = || -> Result<(), WorkError> {
             client.set_intx_disable(setup.intx_disable)?;
             for request in &setup.irqs {
@@ -278,7 +283,7 @@ impl Borrower {
         };
         let settings = &self.settings;
         let device = &settings.device;
-        let deadline = Some(Instant::now() + ATTEMPT_TIMEOUT);
+        let deadline = Some(Instant::now() + LEASE_TIMEOUT);
         if let Some(mut client) = asked {
             client.set_deadline(deadline);
             let granted = client.late_lease();
