@@ -35,7 +35,7 @@ pub(super) fn kill(
     is_done: impl Fn() -> bool,
 ) -> Result<Kills> {
     let task = progress.spinner("Killing what serves the disk");
-    let mut kills = Kills::new();
+    let mut kills = Kills::from([(Victim::Worker, 0), (Victim::Lender, 0)]);
     for victim in [Victim::Worker, Victim::Lender].into_iter().cycle() {
         let sleeps = BETWEEN.div_duration_f64(LOOK_AGAIN) as u32;
         let done = (0..sleeps).any(|_| {
