@@ -65,6 +65,9 @@ pub(crate) enum Verb {
         /// The VM, for `ps`
         vm: VmName,
     },
+    /// Keep leases while their lender is started anew: started by `lend`
+    #[command(hide = true)]
+    LeaseKeeper,
     /// Do what a backend may not do any more: started by `serve`
     #[command(hide = true)]
     ServeHelper {

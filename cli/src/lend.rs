@@ -8,7 +8,7 @@ use farside_fabric::VmShare;
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, Model, NtbConfig, Program, Source, VfioConfig, VfsConfig},
-    run_worker,
+    run_keeper, run_worker,
 };
 use farside_lender_protocol::{Address, Client};
 use farside_vm_config::HostConfig;
@@ -77,10 +77,12 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         // This program, also after its file was replaced by a later version.
         path: "/proc/self/exe".into(),
         args: vec!["lease-worker".into()],
+        keeper: Some("lease-keeper".into()),
         cgroup: delegated(config.worker_memory_max)?,
     });
     let lender = Lender::start_activated(config, activated)?;
     signals::raise_on_signal(&lender.stop_handle(), signals::stopping)
+        .and_then(|()| signals::exit_on_upgrade())
         .context("cannot wait for signals")?;
     let addresses: Vec<String> = lender.addresses().iter().map(Address::to_string).collect();
     ready(&format!("lending at {}", addresses.join(", ")));
@@ -93,6 +95,15 @@ pub(crate) fn worker() -> anyhow::Result<()> {
     close_inherited()?;
     signals::ignore()?;
     Ok(run_worker(std::io::stdin().as_fd().try_clone_to_owned()?)?)
+}
+
+/// `farside lease-keeper`: keeps what the next lender needs to go on with the leases of this one.
+pub(crate) fn keeper() -> anyhow::Result<()> {
+    close_inherited()?;
+    signals::ignore()?;
+    Ok(run_keeper(
+        std::io::stdin().as_fd().try_clone_to_owned()?,
+    )?)
 }
 
 /// Adds devices to a running lender, or removes them.

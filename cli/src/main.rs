@@ -62,6 +62,7 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Verb::Lend(lend) => lend::run(lend),
         Verb::Bind(bind) => bind::run(&bind),
         Verb::LeaseWorker { .. } => lend::worker(),
+        Verb::LeaseKeeper => lend::keeper(),
         Verb::Devices(devices) => devices::run(&devices),
         Verb::Serve(serve) => serve::run(serve),
         Verb::ServeHelper { .. } => serve::helper(),

@@ -7,7 +7,7 @@ use std::{
 
 use farside_daemon::Wakeup;
 use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM},
+    consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1},
     iterator::Signals,
 };
 
@@ -50,11 +50,25 @@ impl Termination {
     }
 }
 
+/// Ends the process at SIGUSR1, as if it was killed: the next one goes on where it was.
+pub(crate) fn exit_on_upgrade() -> std::io::Result<()> {
+    let mut signals = Signals::new([SIGUSR1])?;
+    std::thread::Builder::new()
+        .name("upgrade".into())
+        .spawn(move || {
+            if signals.forever().next().is_some() {
+                stopping("SIGUSR1, for the next lender to go on");
+                std::process::exit(0);
+            }
+        })?;
+    Ok(())
+}
+
 /// Ignores the termination signals, which the service manager and the terminal send to all processes
 /// of a daemon alike: its main process ends the others in order.
 pub(crate) fn ignore() -> std::io::Result<()> {
     let ignored = Arc::default();
-    for signal in [SIGHUP, SIGINT, SIGTERM] {
+    for signal in [SIGHUP, SIGINT, SIGTERM, SIGUSR1] {
         signal_hook::flag::register(signal, Arc::clone(&ignored))?;
     }
     Ok(())

@@ -143,7 +143,11 @@ impl Lender {
         let threads = threads.expect("threads").flatten();
         let children = threads.map(|thread| fs::read_to_string(thread.path().join("children")));
         let pids: String = children.map(Result::unwrap_or_default).collect();
-        let worker = pids.split_whitespace().next().expect("a worker");
+        let is_worker = |pid: &&str| {
+            let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline"));
+            arguments.is_ok_and(|arguments| arguments.contains("lease-worker"))
+        };
+        let worker = pids.split_whitespace().find(is_worker).expect("a worker");
         let worker = worker.parse().ok().and_then(Pid::from_raw);
         kill_process(worker.expect("a number"), Signal::KILL).expect("a process");
     }

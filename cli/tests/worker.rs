@@ -91,7 +91,9 @@ impl Lender {
         let children = threads.map(|thread| fs::read_to_string(thread.path().join("children")));
         let pids: String = children.map(Result::unwrap_or_default).collect();
         let pids = pids.split_whitespace().flat_map(str::parse);
-        pids.map(Worker::new).collect()
+        let workers = pids.map(Worker::new);
+        let is_worker = |worker: &Worker| worker.arguments.iter().any(|it| it == "lease-worker");
+        workers.filter(is_worker).collect()
     }
 
     /// The worker of a device.

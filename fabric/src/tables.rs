@@ -230,6 +230,44 @@ impl NtbTables {
         Ok(TakenWindow::New(range))
     }
 
+    /// Records a window that a device has had open since before these tables were made. Returns false
+    /// if its LUT entries are not those of such a window, or belong to another one.
+    pub fn restore_window(
+        &mut self,
+        requester: usize,
+        peer_address: PeerAddress,
+        bytes: u64,
+        range: LutRange,
+    ) -> bool {
+        let device = self.requesters.get(requester).and_then(Option::as_ref);
+        let Some(vm) = device.map(|device| device.vm.clone()) else {
+            return false;
+        };
+        if self.limits.entries_for(bytes) != u64::from(range.entries) {
+            return false;
+        }
+        if let Some(window) = self.windows.get_mut(&range.first) {
+            let same = (window.peer_address, window.bytes) == (peer_address, bytes);
+            let shared = same && window.vm.as_ref() == Some(&vm);
+            if shared {
+                window.holders.push(Some(requester));
+            }
+            return shared;
+        }
+        let taken = self.lut.take_at(range.first, range.entries, bytes);
+        if taken {
+            let window = Window {
+                peer_address,
+                bytes,
+                vm: Some(vm),
+                holders: vec![Some(requester)],
+                kept: false,
+            };
+            self.windows.insert(range.first, window);
+        }
+        taken
+    }
+
     /// Whether one device (or CPU) alone has this window open.
     pub fn has_one_holder(&self, window: LutRange) -> bool {
         let found = self.windows.get(&window.first);

@@ -151,6 +151,14 @@ impl DeviceLoop {
 
     /// Serves leases, one at a time, until stopped or removed.
     pub(crate) fn run(mut self, mut device: Lendable) -> Stopped {
+        if let Lendable::InWorker(mut worker) = device {
+            let adopted = worker.take_adopted();
+            if adopted.is_some_and(|adopted| !worker.resume(&mut self, adopted)) {
+                std::mem::forget(worker);
+                return Stopped::Unclosed;
+            }
+            device = Lendable::InWorker(worker);
+        }
         while let Some(lease) = self.wait_for_lease(device.available()) {
             device = match device {
                 Lendable::Here(source) => match LeaseLoop::serve(&mut self, source, lease) {

@@ -6,6 +6,7 @@
 //! - `device_loop`: one thread per device. It alone accesses the device, its IOMMU domains and its
 //!   interrupts, so the data path takes no lock.
 //! - `worker`: a process for each lease of a software model, with a device thread of its own.
+//!   `keeper`: what of them outlives this process.
 //! - [`near`]: a controller in the borrower's process, for a medium in another host.
 //! - `source`: the interface to a device, available or leased; `model` and `vfio` implement it.
 //! - `listening`: the UNIX socket and the TCP ports; `tokens`: tokens that identify the register
@@ -30,6 +31,7 @@ mod chains;
 mod connection;
 mod device_loop;
 mod fences;
+mod keeper;
 mod listening;
 mod model;
 pub mod near;
@@ -45,6 +47,7 @@ mod tokens;
 mod vfio;
 mod worker;
 
-pub use server::{Lender, StartError};
+pub use keeper::{KeeperError, run as run_keeper};
+pub use server::{Lender, StartError, TakeError};
 pub use vfio::{BindError, bind, release};
 pub use worker::{WorkerError, run as run_worker};

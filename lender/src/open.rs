@@ -15,7 +15,7 @@ use crate::{
     model::ModelDevice,
     server::StartError,
     vfio::{self, FaultWatch, VfioDevice},
-    worker::{Program, WorkerDevice},
+    worker::{Adopted, WorkerDevice, Workers},
 };
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
@@ -43,6 +43,8 @@ pub(crate) struct Opened {
 pub(crate) fn open(
     config: &Config,
     adapter: &Adapter,
+    workers: Option<&Workers>,
+    mut adopted: Vec<Adopted>,
     stop: &Wakeup,
 ) -> Result<Opened, StartError> {
     let host = HostPci::new();
@@ -54,7 +56,10 @@ pub(crate) fn open(
     let mut devices: Vec<OpenedDevice> = Vec::new();
     for device in &config.device {
         if let Source::Model(model) = &device.source {
-            let model = open_model(&device.id, model, adapter, config.worker.as_ref());
+            let mut leases = adopted.iter();
+            let lease = leases.position(|it| it.lease.device == device.id);
+            let lease = lease.map(|n| adopted.swap_remove(n));
+            let model = open_model(&device.id, model, adapter, workers, lease);
             devices.push(OpenedDevice {
                 id: device.id.clone(),
                 device: model.map_err(|source| StartError::Device {
@@ -85,9 +90,9 @@ pub(crate) fn open(
                 id: id.clone(),
                 source: source.into(),
             })?;
-            let device = match &config.worker {
-                Some(program) if SecondHandle::can_take_down(api) => {
-                    let device = WorkerDevice::function(&id, device, program.clone());
+            let device = match workers {
+                Some(workers) if SecondHandle::can_take_down(api) => {
+                    let device = WorkerDevice::function(&id, device, workers.clone());
                     Lendable::InWorker(Box::new(device))
                 }
                 _ => Lendable::Here(Box::new(device)),
@@ -97,6 +102,11 @@ pub(crate) fn open(
                 device,
                 borrowers,
             });
+        }
+    }
+    if let Some(workers) = workers {
+        for lease in adopted {
+            lease.end(&workers.keeper, None, "the device is not configured any more");
         }
     }
     let mut ids = BTreeSet::new();
@@ -124,10 +134,12 @@ pub(crate) fn open_model(
     id: &DeviceId,
     model: &Model,
     adapter: &Adapter,
-    worker: Option<&Program>,
+    workers: Option<&Workers>,
+    adopted: Option<Adopted>,
 ) -> Result<Lendable, AnyError> {
-    if let Some(program) = worker {
-        let device = WorkerDevice::open(id, model.clone(), adapter.clone(), program.clone())?;
+    if let Some(workers) = workers {
+        let (adapter, workers) = (adapter.clone(), workers.clone());
+        let device = WorkerDevice::open(id, model.clone(), adapter, workers, adopted)?;
         return Ok(Lendable::InWorker(Box::new(device)));
     }
     let device: Box<dyn Device> = match model {

@@ -17,6 +17,7 @@ use farside_ntb::HostEndpoint;
 use farside_pki::PkiError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+pub use crate::keeper::TakeError;
 pub(crate) use devices::Devices;
 
 use crate::{
@@ -25,9 +26,11 @@ use crate::{
     connection::{self, About},
     device_loop::Stopped,
     fences::FenceBook,
+    keeper::Keeper,
     listening::{Counted, PeerListener},
     open::open,
     registry::Registry,
+    worker::{Adopted, Workers},
 };
 
 /// Pause after a failed accept, which limits the rate of log lines.
@@ -146,6 +149,9 @@ pub enum StartError {
         "cannot listen at {0}: without TLS, connections are neither encrypted nor authenticated, so only loopback addresses are allowed; use tls:HOST:PORT with certificates (`farside pki`), or set `listen-plain = true` (--listen-plain) on a network that carries nothing else"
     )]
     Plain(Address),
+    /// Another lender lives.
+    #[error("cannot go on for a former lender")]
+    Take(#[from] TakeError),
     /// A thread or an eventfd cannot be created.
     #[error("cannot start")]
     System(#[from] io::Error),
@@ -164,6 +170,7 @@ pub struct Lender {
     listeners: Vec<PeerListener>,
     about: Arc<About>,
     registry: Arc<Registry>,
+    keeper: Arc<Keeper>,
     fault_reader: Option<JoinHandle<()>>,
     /// Released after the devices are closed.
     ntb: Option<HostEndpoint>,
@@ -191,13 +198,21 @@ impl Lender {
         let at_most = Duration::from_secs(config.keep_at_most);
         let registry = Arc::new(Registry::new(fences).keeping(at_most));
         let adapter = Adapter::new(config.fabric.clone())?;
+        let (keeper, found) = Keeper::find(&config.socket, config.worker.clone())?;
+        let adopted = Adopted::all(found, &keeper);
+        let keeper = Arc::new(keeper);
+        let workers = config.worker.clone().map(|program| Workers {
+            program,
+            keeper: Arc::clone(&keeper),
+        });
+        let opened = open(&config, &adapter, workers.as_ref(), adopted, &stop)?;
         let devices = Devices::new(
             &config,
             Arc::clone(&registry),
             adapter.clone(),
+            workers,
             stop.clone(),
         );
-        let opened = open(&config, &adapter, &stop)?;
         let listeners = PeerListener::open_all(&config, activated)?;
         let listening: Vec<Address> = listeners.iter().map(PeerListener::address).collect();
         let ids = opened.devices.iter().map(|device| device.id.clone());
@@ -217,6 +232,7 @@ impl Lender {
             }),
             listeners,
             registry,
+            keeper,
             fault_reader: opened.fault_reader,
             ntb: opened.ntb,
             vfs: opened.vfs,
@@ -310,6 +326,7 @@ impl Drop for Lender {
         let announced = self.about.devices.take_announced();
         let withdrawn = std::thread::Builder::new().spawn(move || drop(announced));
         let stopped = self.about.devices.join(STOP_TIMEOUT);
+        self.keeper.close();
         if withdrawn.is_ok_and(|thread| thread.join().is_err()) {
             log::error!("the thread that withdraws announcements has panicked");
         }

@@ -19,13 +19,15 @@
 
 mod confine;
 mod device;
+mod kept;
 mod medium;
 mod messages;
 mod process;
 mod text;
 
 pub use device::Program;
-pub(crate) use device::{Borrower, Worker, WorkerDevice};
-pub(crate) use messages::{Answer, Call, CallReply, Order};
+pub(crate) use device::{Borrower, Worker, WorkerDevice, Workers};
+pub(crate) use kept::{Adopted, OpenWindow, Record};
+pub(crate) use messages::{Answer, Call, CallReply, Numbered, Order};
 pub use process::{WorkerError, run};
 pub(crate) use text::{LogReader, printable, printable_error};

@@ -177,7 +177,8 @@ impl Daemon {
         Ok(status)
     }
 
-    fn signal(&self, signal: Signal) -> Result<()> {
+    /// Sends a signal.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
         self.process
             .signal(signal)
             .with_context(|| format!("signalling {}", self.name))

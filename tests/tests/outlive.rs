@@ -202,7 +202,12 @@ fn workers(lender: u32) -> Vec<Pid> {
         .flatten();
     let children = threads.map(|thread| fs::read_to_string(thread.path().join("children")));
     let pids: String = children.map(Result::unwrap_or_default).collect();
-    let pids = pids.split_whitespace().flat_map(str::parse);
+    let is_worker = |pid: &&str| {
+        let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline"));
+        arguments.is_ok_and(|arguments| arguments.contains("lease-worker"))
+    };
+    let pids = pids.split_whitespace().filter(is_worker);
+    let pids = pids.flat_map(str::parse);
     pids.filter_map(Pid::from_raw).collect()
 }
 
@@ -356,4 +361,40 @@ fn a_lender_that_is_restarted_in_order_under_load_costs_a_pause() {
         kills
     });
     print("lender, SIGTERM", pauses);
+}
+
+/// Kills the lender alone, `count` times: its worker does not notice.
+fn kill_brokers(doorbells: Doorbells, count: usize, how: Signal) {
+    let cluster = Cluster::new().unwrap();
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let mut lender = lend(&cluster, &image);
+    let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
+    let pauses = under_load(&cluster, doorbells, |mut random, progress| {
+        let [worker] = workers(lender.pid())[..] else {
+            panic!("one worker")
+        };
+        let mut kills = Vec::new();
+        for _ in 0..count {
+            progress.wait(&mut random, Duration::from_millis(50));
+            kills.push(Instant::now());
+            lender.signal(how).unwrap();
+            lender.wait_exit(TIMEOUT).unwrap();
+            // I/O goes on while there is none.
+            progress.wait(&mut random, Duration::from_millis(50));
+            lender = lend(&cluster, &image);
+            let status = cluster.status().unwrap();
+            let lent = status.lent("disk0").unwrap();
+            assert_eq!(lent.borrowed_by.as_deref(), Some("a"));
+            let connection = status.borrow("a", "disk0").unwrap().connection.unwrap();
+            assert_eq!(connection.restarts, 0, "{connection}");
+            rustix::process::test_kill_process(worker).expect("the same worker");
+        }
+        kills
+    });
+    print(&format!("lender alone, {doorbells:?}, {how:?}"), pauses);
+}
+
+#[test]
+fn a_lender_that_is_killed_alone_costs_nothing() {
+    kill_brokers(Doorbells::Registers, 50, Signal::KILL);
 }

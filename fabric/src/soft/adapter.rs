@@ -30,6 +30,17 @@ pub trait AdapterTables: Send + Sync + fmt::Debug {
     /// See [`NtbTables::give_back_window`].
     fn give_back_window(&self, requester: usize, window: LutRange);
 
+    /// See [`NtbTables::restore_window`].
+    fn restore_window(
+        &self,
+        _requester: usize,
+        _peer_address: PeerAddress,
+        _bytes: u64,
+        _window: LutRange,
+    ) -> bool {
+        false
+    }
+
     /// See [`NtbTables::usage`]; `None` where another process has the tables.
     fn usage(&self) -> Option<AdapterUsage> {
         None
@@ -63,6 +74,16 @@ impl AdapterTables for Mutex<NtbTables> {
 
     fn give_back_window(&self, requester: usize, window: LutRange) {
         lock(self).give_back_window(Some(requester), window);
+    }
+
+    fn restore_window(
+        &self,
+        requester: usize,
+        peer_address: PeerAddress,
+        bytes: u64,
+        window: LutRange,
+    ) -> bool {
+        lock(self).restore_window(requester, peer_address, bytes, window)
     }
 
     fn usage(&self) -> Option<AdapterUsage> {

@@ -84,6 +84,12 @@ impl Delegated {
         &self.root
     }
 
+    /// The group at `path`, which a former process has made below this one.
+    pub fn find(&self, path: &Path) -> Option<Group> {
+        let is_ours = path.parent() == Some(&*self.root) && path.is_dir();
+        is_ours.then(|| Group(path.to_owned()))
+    }
+
     /// Moves the process `pid`, a child of this one, to a new group `name`.
     ///
     /// # Errors
@@ -109,6 +115,11 @@ impl Delegated {
 pub struct Group(PathBuf);
 
 impl Group {
+    /// Its directory.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
     fn limit(&self, file: &str, limit: u64) -> io::Result<()> {
         fs::write(self.0.join(file), limit.to_string())
     }

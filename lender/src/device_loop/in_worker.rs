@@ -17,8 +17,7 @@ use std::{
 
 use farside_daemon::{RateLimit, VmName};
 use farside_error_chain::Chain;
-use farside_fabric::LutRange;
-use farside_lender_protocol::{ChannelError, Generation, RemoteError, Reply, Revocation};
+use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, Revocation};
 use farside_vfio::SecondHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -28,8 +27,8 @@ use crate::{
     registry::{DeviceRequest, GrantedChain, Lease, MAX_REQUESTS, Release},
     source::{Available, Report},
     worker::{
-        Answer, Borrower, Call, CallReply, LogReader, Order, Worker, WorkerDevice, printable,
-        printable_error,
+        Adopted, Answer, Borrower, Call, CallReply, LogReader, Numbered, OpenWindow, Order, Record,
+        Worker, WorkerDevice, printable, printable_error,
     },
 };
 
@@ -67,7 +66,7 @@ impl WorkerDevice {
             }
             Err(error) => Err((Some(lease.connection), error)),
         };
-        let (worker, borrower) = match started {
+        let (worker, borrower, record) = match started {
             Ok(started) => started,
             Err((connection, error)) => {
                 let line = format!("device {}: cannot lend to VM {}: {error}", owner.id, vm);
@@ -79,8 +78,35 @@ impl WorkerDevice {
                 return true;
             }
         };
-        let mut lease = WorkerLease::new(owner, self, worker, borrower, (vm, generation));
+        let mut lease = WorkerLease::new(owner, self, worker, Some(borrower), (vm, generation));
         lease.chain = chain;
+        lease.record = record;
+        lease.run()
+    }
+
+    /// Serves on a lease of the former broker, until its worker is gone. Returns as [`WorkerDevice::serve`].
+    pub(super) fn resume(&mut self, owner: &mut DeviceLoop, adopted: Adopted) -> bool {
+        let of = (adopted.lease.vm.clone(), adopted.lease.generation);
+        let line = format!(
+            "device {}: its lease goes on (VM {}, generation {}, worker process {})",
+            owner.id, of.0, of.1, adopted.lease.pid
+        );
+        log::info!("{line}");
+        let connection = adopted.connection.as_ref().map(AsFd::as_fd);
+        let connection = connection.and_then(|it| it.try_clone_to_owned().ok());
+        let borrower = connection.map(|it| Borrower::Asking(Channel::from_socket(it)));
+        let requester = adopted.requester;
+        let chain = adopted.lease.chain;
+        let (mut worker, record) = self.adopt(adopted);
+        // If this fails, it has ended.
+        let _ = worker.calls.send(&(0, CallReply::Again), &[], SEND_TIMEOUT);
+        let mut lease = WorkerLease::new(owner, self, worker, borrower, of);
+        lease.chain = chain.map(|(secret, goes_on)| GrantedChain { secret, goes_on });
+        lease.begun = true;
+        lease.requester = requester;
+        lease.orders = record.lease.first_order;
+        lease.windows.clone_from(&record.lease.windows);
+        lease.record = Some(record);
         lease.run()
     }
 }
@@ -111,19 +137,25 @@ struct WorkerLease<'a> {
     function: Option<SecondHandle>,
     /// Whether the borrower has an answer.
     begun: bool,
-    /// Until the lease has ended: closing it tells the borrower that its memory is out of use.
+    leased: bool,
+    /// Until the lease has ended: closing it tells the borrower that its memory is out of use. None if its
+    /// worker has ended without a broker.
     connection: Option<Borrower>,
+    /// What the keeper has of the lease.
+    record: Option<Record>,
+    /// The number of the next order.
+    orders: u64,
     chain: Option<GrantedChain>,
     /// The end of a medium's lease, which is released once its writes are flushed.
     ended: Option<Release>,
     vm: VmName,
     generation: Generation,
-    waiting: VecDeque<Waiting>,
+    waiting: VecDeque<Numbered<Waiting>>,
     /// What the worker has not answered.
     late: Vec<Waiting>,
     requester: Option<usize>,
     /// The adapter's windows that the worker has.
-    windows: Vec<LutRange>,
+    windows: Vec<OpenWindow>,
     report: Option<Report>,
     /// When the worker is killed, if it has not ended.
     kill_at: Option<Instant>,
@@ -144,7 +176,7 @@ impl<'a> WorkerLease<'a> {
         owner: &'a mut DeviceLoop,
         device: &'a mut WorkerDevice,
         worker: Worker,
-        borrower: Borrower,
+        borrower: Option<Borrower>,
         (vm, generation): (VmName, Generation),
     ) -> Self {
         let prefix = format!("device {}, worker process {}", owner.id, worker.pid());
@@ -154,8 +186,11 @@ impl<'a> WorkerLease<'a> {
             log: LogReader::new(prefix),
             worker,
             function: None,
-            begun: matches!(borrower, Borrower::Lent(_)),
-            connection: Some(borrower),
+            begun: matches!(borrower, Some(Borrower::Lent(_))),
+            leased: true,
+            connection: borrower,
+            record: None,
+            orders: 1,
             chain: None,
             ended: None,
             vm,
@@ -207,7 +242,7 @@ impl<'a> WorkerLease<'a> {
     }
 
     fn is_leased(&self) -> bool {
-        self.connection.is_some()
+        self.leased
     }
 
     /// Waits for the worker, for requests and for the lender's stop. Returns whether the worker has
@@ -256,14 +291,15 @@ impl<'a> WorkerLease<'a> {
     /// Answers the worker's calls. Returns false when there will be no more.
     fn serve_calls(&mut self) -> bool {
         for _ in 0..MESSAGES {
-            let (call, fds) = match self.worker.calls.try_receive() {
+            let ((number, call), fds) = match self.worker.calls.try_receive::<Numbered<Call>>() {
                 Ok(Some(received)) => received,
                 Ok(None) => return true,
                 Err(ChannelError::Closed) => return false,
                 Err(error) => return self.violated(&Chain(&error)),
             };
-            let reply = self.serve_call(call, fds);
-            if let Err(error) = self.worker.calls.send(&reply, &[], SEND_TIMEOUT) {
+            let reply = self.reply(number, call, fds);
+            let sent = self.worker.calls.send(&(number, reply), &[], SEND_TIMEOUT);
+            if let Err(error) = sent {
                 return self.violated(&Chain(&error));
             }
         }
@@ -275,6 +311,26 @@ impl<'a> WorkerLease<'a> {
         log::error!("device {id}: ending its worker process {pid}: {error}");
         self.worker.kill();
         false
+    }
+
+    /// Serves a call once, also if the former broker has before it died. What it changes is recorded first.
+    fn reply(&mut self, number: u64, call: Call, fds: Vec<OwnedFd>) -> CallReply {
+        let recorded = self.record.as_ref().and_then(|it| it.lease.replied.clone());
+        if let Some((_, reply)) = recorded.filter(|(last, _)| *last == number) {
+            return reply;
+        }
+        let changes = matches!(
+            call,
+            Call::TakeRequester | Call::TakeWindow { .. } | Call::GiveBackWindow(_)
+        );
+        let reply = self.serve_call(call, fds);
+        if let Some(record) = self.record.as_mut().filter(|_| changes) {
+            record.lease.requester = self.requester.is_some();
+            record.lease.windows.clone_from(&self.windows);
+            record.lease.replied = Some((number, reply.clone()));
+            record.update();
+        }
+        reply
     }
 
     fn serve_call(&mut self, call: Call, fds: Vec<OwnedFd>) -> CallReply {
@@ -309,16 +365,20 @@ impl<'a> WorkerLease<'a> {
                 bytes,
             } => match tables.zip(self.requester) {
                 Some((tables, entry)) => match tables.take_window(entry, peer_address, bytes) {
-                    Ok(window) => {
-                        self.windows.push(window);
-                        CallReply::Window(window)
+                    Ok(range) => {
+                        self.windows.push(OpenWindow {
+                            range,
+                            peer_address,
+                            bytes,
+                        });
+                        CallReply::Window(range)
                     }
                     Err(error) => CallReply::Refused(refused(error)),
                 },
                 None => CallReply::Refused(unsupported(NO_ADAPTER)),
             },
             Call::GiveBackWindow(window) => {
-                let n = self.windows.iter().position(|known| *known == window);
+                let n = self.windows.iter().position(|it| it.range == window);
                 if let (Some(n), Some((tables, entry))) = (n, tables.zip(self.requester)) {
                     self.windows.swap_remove(n);
                     tables.give_back_window(entry, window);
@@ -380,15 +440,20 @@ impl<'a> WorkerLease<'a> {
     fn release(&mut self, how: Release) {
         if let Some((tables, entry)) = self.device.tables().zip(self.requester.take()) {
             for window in self.windows.drain(..) {
-                tables.give_back_window(entry, window);
+                tables.give_back_window(entry, window.range);
             }
             tables.give_back_requester(entry);
         }
-        let Some(borrower) = self.connection.take() else {
+        if !mem::take(&mut self.leased) {
             return;
-        };
+        }
         self.owner.home.released(self.generation, how);
-        if let (Borrower::Asking(mut connection), Release::Cut) = (borrower, how) {
+        // Before the connection is closed: the keeper has it, too.
+        if let Some(record) = &mut self.record {
+            record.forget();
+        }
+        let borrower = self.connection.take();
+        if let (Some(Borrower::Asking(mut connection)), Release::Cut) = (borrower, how) {
             // It goes on as soon as it knows. If this fails, it has gone, and is noticed.
             let _ = connection.send(&Reply::ProcessEnded, &[], SEND_TIMEOUT);
             self.owner.kept = Some((connection, self.generation));
@@ -398,7 +463,8 @@ impl<'a> WorkerLease<'a> {
     /// Takes the worker's answers. Returns false when there will be no more.
     fn take_answers(&mut self) -> bool {
         for _ in 0..MESSAGES {
-            let answer = match self.worker.orders.try_receive() {
+            let received = self.worker.orders.try_receive::<Numbered<Answer>>();
+            let (number, answer) = match received {
                 Ok(Some((answer, _))) => answer,
                 Ok(None) => return true,
                 Err(ChannelError::Closed) => return false,
@@ -409,8 +475,15 @@ impl<'a> WorkerLease<'a> {
                 // The last one.
                 return false;
             }
+            let first = self.record.as_ref().map_or(1, |it| it.lease.first_order);
+            if number < first {
+                // To the former broker's order.
+                continue;
+            }
+            let waiting = self.waiting.pop_front();
+            let waiting = waiting.filter(|(order, _)| *order == number);
             // Each fails if the requester has gone.
-            match (self.waiting.pop_front(), answer) {
+            match (waiting.map(|(_, waiting)| waiting), answer) {
                 (Some(Waiting::Report(reply)), Answer::Status(report)) => {
                     let _ = reply.try_send(self.device.completed(*report));
                 }
@@ -475,8 +548,12 @@ impl<'a> WorkerLease<'a> {
                 }
             };
             let fits = self.waiting.len() < MAX_REQUESTS;
+            let order = (self.orders, order);
             match fits && matches!(self.worker.orders.try_send(&order, &[]), Ok(true)) {
-                true => self.waiting.push_back(waiting),
+                true => {
+                    self.waiting.push_back((order.0, waiting));
+                    self.orders += 1;
+                }
                 false => self.answer_later(waiting),
             }
         }
@@ -503,7 +580,7 @@ impl<'a> WorkerLease<'a> {
         self.gone = true;
         for waiting in mem::take(&mut self.late)
             .into_iter()
-            .chain(mem::take(&mut self.waiting))
+            .chain(mem::take(&mut self.waiting).into_iter().map(|(_, it)| it))
         {
             self.answer_later(waiting);
         }

@@ -136,6 +136,7 @@ impl Host {
                 &Config::default(),
                 Arc::clone(&registry),
                 adapter.clone(),
+                None,
                 stop.clone(),
             ),
             adapter,

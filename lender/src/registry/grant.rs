@@ -77,6 +77,19 @@ impl<'a> Grant<'a> {
 }
 
 impl Registry {
+    /// Records a lease of the former broker, which goes on, before the device can be borrowed.
+    pub(crate) fn adopt(&self, id: &DeviceId, vm: &VmName, generation: Generation, since: Instant) {
+        if let Some(slot) = self.lock().slots.get_mut(id) {
+            slot.generation = slot.generation.max(generation);
+            slot.lease = Some(Held {
+                vm: vm.to_owned(),
+                generation,
+                since,
+                superseded: false,
+            });
+        }
+    }
+
     /// Grants a lease, or refuses with the current holder or the VM's fence.
     pub(crate) fn grant<'a>(
         &'a self,

@@ -104,6 +104,7 @@ impl Registry {
         if let Some(slot) = slots.get_mut(id) {
             slot.medium = Some(medium);
             let chain = fences.chain(id).filter(|chain| chain.goes_on_with(medium));
+            let chain = chain.filter(|_| slot.lease.is_none());
             slot.kept = chain.map(|chain| Kept::from_now(chain, self.keep_at_most));
         }
     }

@@ -17,12 +17,12 @@ use crate::{
     access::Access,
     announced::Announced,
     config::{Borrower, Config, DeviceConfig, Source},
-    device_loop::{DeviceLoop, InLender, Stopped},
+    device_loop::{DeviceLoop, InLender, Lendable, Stopped},
     listening,
     open::{OpenedDevice, open_model},
     refusals::{invalid, limit},
     registry::{Registry, Viewer},
-    worker::Program,
+    worker::Workers,
 };
 
 /// The devices that a lender lends.
@@ -36,7 +36,7 @@ pub(crate) struct Devices {
     /// The users that a rule of the configuration names: the socket admits these.
     admitted: BTreeSet<u32>,
     budget: Budget,
-    worker: Option<Program>,
+    workers: Option<Workers>,
     /// None once the lender stops.
     announced: Mutex<Option<Announced>>,
     running: Mutex<Running>,
@@ -55,6 +55,7 @@ impl Devices {
         config: &Config,
         registry: Arc<Registry>,
         adapter: Adapter,
+        workers: Option<Workers>,
         stop: Wakeup,
     ) -> Self {
         Self {
@@ -65,7 +66,7 @@ impl Devices {
             operator: rustix::process::geteuid().as_raw(),
             admitted: listening::named(config),
             budget: Budget::of_this_process(),
-            worker: config.worker.clone(),
+            workers,
             announced: Mutex::default(),
             running: Mutex::new(Running {
                 threads: Some(Threads::default()),
@@ -100,7 +101,6 @@ impl Devices {
                 "a lease has mapped more memory than its share would be with one device more; wait for its end, or lend this device by another lender",
             )));
         }
-        let access = Access::new(&id, self.operator, borrowers);
         let available = device.available();
         let (kind, described) = (available.kind(), available.described().clone());
         let home = InLender::new(id.clone(), Arc::clone(&self.registry));
@@ -111,9 +111,24 @@ impl Devices {
             self.poll_time,
             quota.clone(),
         )?;
+        let access = Access::new(&id, self.operator, borrowers);
+        if let Lendable::InWorker(device) = &mut device {
+            let lease = device.adopted();
+            let borrower = lease.and_then(|it| Some((it.borrower()?, it.lease.vm.clone())));
+            let refused = borrower.map(|(identity, vm)| access.may(&identity, Some(&vm)));
+            if let Some(Err(error)) = refused {
+                device.end_adopted(&error.message);
+            }
+        }
         self.registry
             .add(&id, kind, described, queue, access, first_generation())
             .map_err(failed)?;
+        if let Lendable::InWorker(device) = &device
+            && let Some(adopted) = device.adopted()
+        {
+            let (vm, generation) = (&adopted.lease.vm, adopted.lease.generation);
+            self.registry.adopt(&id, vm, generation, adopted.began());
+        }
         match device.medium() {
             Some(Ok(medium)) => self.registry.set_medium(&id, medium),
             Some(Err(error)) => log::warn!(
@@ -164,7 +179,7 @@ impl Devices {
                 "device {id}: this lender has one of that id; choose another"
             )));
         }
-        let mut device = open_model(&id, &model, &self.adapter, self.worker.as_ref())
+        let mut device = open_model(&id, &model, &self.adapter, self.workers.as_ref(), None)
             .map_err(|error| invalid(format!("cannot lend device {id}: {}", Chain(&*error))))?;
         let summary = device.available().described().description.summary.clone();
         let opened = OpenedDevice {

@@ -9,14 +9,15 @@ use std::{
         unix::process::CommandExt,
     },
     process::{Child, Command, ExitStatus, Stdio},
-    time::Duration,
+    sync::Arc,
+    time::{Duration, SystemTime},
 };
 
 use farside_daemon::{DeviceId, VmName, cgroup};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
-    BarOwner, Channel, ChannelError, Described, DeviceEntry, MediumLease, RamRange, RemoteError,
+    BarOwner, Channel, ChannelError, Described, DeviceEntry, Generation, MediumLease, RamRange, RemoteError,
     Reply, STATE_PAGE, Secret, Transport,
 };
 use farside_medium::Secrets;
@@ -26,12 +27,16 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
-use super::messages::{Model, Order, Served, ServedMedium, Start};
+use super::{
+    kept::{Adopted, KeptLease, Record, descriptors, wait},
+    messages::{Model, Order, Served, ServedMedium, Start},
+};
 use crate::{
     config,
+    keeper::Keeper,
     model::{check_model, not_flushed},
     refusals::no_medium,
-    registry::Lease,
+    registry::{GrantedChain, Lease},
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
 };
@@ -49,14 +54,42 @@ pub struct Program {
     pub path: OsString,
     /// Its arguments, before the device and the VM, which are for `ps`.
     pub args: Vec<OsString>,
+    /// The arguments by which it keeps leases when this process ends: it calls
+    /// [`run_keeper`](crate::run_keeper) with its standard input. None: leases end with this process.
+    pub keeper: Option<OsString>,
     /// Where each worker gets a control group of its own, if the service manager has delegated one.
     pub cgroup: Option<cgroup::Delegated>,
+}
+
+impl Program {
+    /// The program with one argument.
+    pub(crate) fn command(&self) -> Command {
+        let mut command = Command::new(&self.path);
+        let level = std::env::var_os(LOG_LEVELS);
+        command
+            .arg0("farside")
+            .stdout(Stdio::null())
+            .env_clear()
+            .envs(level.map(|level| (LOG_LEVELS, level)))
+            // A terminal's Ctrl-C is for the broker, which ends the lease in order.
+            .process_group(0);
+        command
+    }
+}
+
+/// What makes workers, and outlives the broker for them.
+#[derive(Clone)]
+pub(crate) struct Workers {
+    pub(crate) program: Program,
+    pub(crate) keeper: Arc<Keeper>,
 }
 
 /// A device whose leases are served by workers.
 pub(crate) struct WorkerDevice {
     id: DeviceId,
-    program: Program,
+    workers: Workers,
+    /// Its lease of the former broker.
+    adopted: Option<Adopted>,
     device: Kind,
     /// Of the leases before the current one.
     last: Report,
@@ -76,16 +109,25 @@ struct ModelKind {
 }
 
 impl WorkerDevice {
-    /// Opens a software model.
+    /// Opens a software model, with its lease of the former broker.
     pub(crate) fn open(
         id: &DeviceId,
         model: config::Model,
         adapter: Adapter,
-        program: Program,
+        workers: Workers,
+        adopted: Option<Adopted>,
     ) -> Result<Self, nvme::ConfigError> {
+        let (mut open, adopted) = match adopted.map(|it| goes_on(it, &model, &adapter)) {
+            Some(Ok((adopted, image))) => (image, Some(adopted)),
+            Some(Err((adopted, why))) => {
+                adopted.end(&workers.keeper, Some(adapter.tables()), &why);
+                (None, None)
+            }
+            None => (None, None),
+        };
         let (description, image, state) = match &model {
             config::Model::Nvme(config) => {
-                let image = config.open_image()?;
+                let image = open.take().map_or_else(|| config.open_image(), Ok)?;
                 let state = STATE_PAGE + nvme::STATE_BYTES;
                 (config.description(image.size), Some(image), state)
             }
@@ -102,21 +144,54 @@ impl WorkerDevice {
             described,
             adapter,
         }));
-        Ok(Self::new(id, device, program))
+        Ok(Self {
+            adopted,
+            ..Self::new(id, device, workers)
+        })
     }
 
     /// A function of this host.
-    pub(crate) fn function(id: &DeviceId, function: VfioDevice, program: Program) -> Self {
-        Self::new(id, Kind::Function(function), program)
+    pub(crate) fn function(id: &DeviceId, function: VfioDevice, workers: Workers) -> Self {
+        Self::new(id, Kind::Function(function), workers)
     }
 
-    fn new(id: &DeviceId, device: Kind, program: Program) -> Self {
+    fn new(id: &DeviceId, device: Kind, workers: Workers) -> Self {
         Self {
             id: id.to_owned(),
-            program,
+            workers,
+            adopted: None,
             device,
             last: Report::default(),
         }
+    }
+
+    /// Its lease of the former broker.
+    pub(crate) fn adopted(&self) -> Option<&Adopted> {
+        self.adopted.as_ref()
+    }
+
+    /// Takes that lease, to resume it.
+    pub(crate) fn take_adopted(&mut self) -> Option<Adopted> {
+        self.adopted.take()
+    }
+
+    /// Ends that lease.
+    pub(crate) fn end_adopted(&mut self, why: &str) {
+        if let Some(adopted) = self.adopted.take() {
+            adopted.end(&self.workers.keeper, self.tables(), why);
+        }
+    }
+
+    /// The worker of a lease of the former broker, and what is kept of it.
+    pub(crate) fn adopt(&self, adopted: Adopted) -> (Worker, Record) {
+        let record = Record {
+            keeper: Arc::clone(&self.workers.keeper),
+            number: Some(adopted.number),
+            lease: adopted.lease.clone().resumed(),
+        };
+        record.update();
+        let groups = self.workers.program.cgroup.as_ref();
+        (adopted.into_worker(groups), record)
     }
 
     /// The device for the device thread, if that serves leases by this transport.
@@ -170,7 +245,7 @@ impl WorkerDevice {
         entry: DeviceEntry,
         poll_us: u64,
         mut lease: Lease,
-    ) -> Result<(Worker, Borrower), (Option<Channel>, StartError)> {
+    ) -> Result<(Worker, Borrower, Option<Record>), (Option<Channel>, StartError)> {
         let mut worker = match self.spawn(&lease.vm) {
             Ok(worker) => worker,
             Err(error) => return Err((Some(lease.connection), error)),
@@ -197,6 +272,14 @@ impl WorkerDevice {
             (borrower, Ok(served)) => (borrower, served),
             (borrower, Err(error)) => return Err((borrower.channel(), error)),
         };
+        // One of a function ends with this process, as does one over the network or an NTB.
+        let model = match &served {
+            Served::Model { model, .. } if lease.transport == Transport::SharedMemory => {
+                Some(model.clone())
+            }
+            _ => None,
+        };
+        let record = model.map(|model| self.keep(&worker.worker, &borrower, &lease.vm, lease.generation, model, kept));
         let start = Order::Start(Box::new(Start {
             entry,
             device: served,
@@ -213,9 +296,45 @@ impl WorkerDevice {
             .chain(state.iter().map(AsFd::as_fd))
             .chain(lease.bar_memory.iter().map(AsFd::as_fd))
             .collect();
-        match worker.worker.orders.send(&start, &fds, START_TIMEOUT) {
-            Ok(()) => Ok((worker.worker, borrower)),
-            Err(error) => Err((borrower.channel(), StartError::Send(error))),
+        match worker.worker.orders.send(&(0, start), &fds, START_TIMEOUT) {
+            Ok(()) => Ok((worker.worker, borrower, record)),
+            Err(error) => {
+                let _ = record.map(|mut record| record.forget());
+                Err((borrower.channel(), StartError::Send(error)))
+            }
+        }
+    }
+
+    /// Has the keeper keep the lease that begins.
+    fn keep(
+        &self,
+        worker: &Worker,
+        borrower: &Borrower,
+        vm: &VmName,
+        generation: Generation,
+        model: Model,
+        chain: Option<GrantedChain>,
+    ) -> Record {
+        let kept = KeptLease {
+            device: self.id.clone(),
+            vm: vm.clone(),
+            generation,
+            since: SystemTime::now(),
+            chain: chain.map(|chain| (chain.secret, chain.goes_on)),
+            pid: worker.pid(),
+            group: worker.group.as_ref().map(|group| group.path().to_owned()),
+            model,
+            first_order: 1,
+            requester: false,
+            windows: Vec::new(),
+            replied: None,
+        };
+        let (fds, with_worker) = descriptors(worker, borrower.as_fd(), self.file());
+        let keeper = Arc::clone(&self.workers.keeper);
+        Record {
+            number: keeper.keep(&kept, &fds, with_worker),
+            keeper,
+            lease: kept,
         }
     }
 
@@ -281,22 +400,21 @@ impl WorkerDevice {
         let (orders, their_orders) = Channel::pair().map_err(StartError::Channel)?;
         let (calls, their_calls) = Channel::pair().map_err(StartError::Channel)?;
         let (log, their_log) = io::pipe().map_err(StartError::Channel)?;
-        rustix::io::ioctl_fionbio(&log, true).map_err(|errno| StartError::Channel(errno.into()))?;
-        let level = std::env::var_os(LOG_LEVELS);
-        let child = Command::new(&self.program.path)
-            .arg0("farside")
-            .args(&self.program.args)
+        // Nobody reads what a worker without a broker logs: it must not wait for that.
+        for end in [log.as_fd(), their_log.as_fd()] {
+            rustix::io::ioctl_fionbio(end, true)
+                .map_err(|errno| StartError::Channel(errno.into()))?;
+        }
+        let program = &self.workers.program;
+        let child = program
+            .command()
+            .args(&program.args)
             .args([self.id.as_str(), vm.as_str()])
             .stdin(Stdio::from(their_orders.into_socket()))
-            .stdout(Stdio::null())
             .stderr(their_log)
-            .env_clear()
-            .envs(level.map(|level| (LOG_LEVELS, level)))
-            // A terminal's Ctrl-C is for the broker, which ends the lease in order.
-            .process_group(0)
             .spawn()
             .map_err(|source| StartError::Spawn {
-                program: self.program.path.clone(),
+                program: program.path.clone(),
                 source,
             })?;
         let mut worker = Worker::new(child, orders, calls, log).map_err(StartError::Channel)?;
@@ -309,7 +427,7 @@ impl WorkerDevice {
 
     /// The control group of a new worker, which does without one if nothing limits its memory.
     fn place(&self, pid: u32) -> Result<Option<cgroup::Group>, StartError> {
-        let Some(groups) = &self.program.cgroup else {
+        let Some(groups) = &self.workers.program.cgroup else {
             return Ok(None);
         };
         // A worker that is killed may have its successor before it is gone.
@@ -442,6 +560,18 @@ impl AsFd for Borrower {
     }
 }
 
+/// The image of a lease that goes on, or why it does not.
+type GoesOn = Result<(Adopted, Option<nvme::Image>), (Adopted, String)>;
+
+fn goes_on(mut adopted: Adopted, model: &config::Model, adapter: &Adapter) -> GoesOn {
+    let image = adopted.image(model);
+    let restored = image.and_then(|image| adopted.restore(adapter.tables()).map(|()| image));
+    match restored {
+        Ok(image) => Ok((adopted, image)),
+        Err(why) => Err((adopted, why)),
+    }
+}
+
 /// A process without its lease.
 struct Spawned {
     worker: Worker,
@@ -472,7 +602,9 @@ pub(crate) enum StartError {
 
 /// A worker process. Dropping it kills it, and waits until it is gone.
 pub(crate) struct Worker {
-    child: Child,
+    /// None if a former broker has started it.
+    child: Option<Child>,
+    pid: u32,
     /// Readable when the process has ended, with all of its threads.
     pub(crate) pidfd: OwnedFd,
     pub(crate) orders: Channel,
@@ -487,7 +619,8 @@ impl Worker {
     fn new(mut child: Child, orders: Channel, calls: Channel, log: PipeReader) -> io::Result<Self> {
         match pidfd_open(Pid::from_child(&child), PidfdFlags::empty()) {
             Ok(pidfd) => Ok(Self {
-                child,
+                pid: child.id(),
+                child: Some(child),
                 pidfd,
                 orders,
                 calls,
@@ -503,8 +636,27 @@ impl Worker {
         }
     }
 
+    pub(super) fn adopted(
+        pid: u32,
+        pidfd: OwnedFd,
+        orders: Channel,
+        calls: Channel,
+        log: PipeReader,
+        group: Option<cgroup::Group>,
+    ) -> Self {
+        Self {
+            child: None,
+            pid,
+            pidfd,
+            orders,
+            calls,
+            log,
+            group,
+        }
+    }
+
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+        self.pid
     }
 
     /// Tells it to end its lease in order.
@@ -519,9 +671,15 @@ impl Worker {
         let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
 
-    /// Waits for a process that has ended.
+    /// Waits for a process that has ended. Only the parent learns how.
     pub(crate) fn status(&mut self) -> io::Result<ExitStatus> {
-        self.child.wait()
+        match &mut self.child {
+            Some(child) => child.wait(),
+            None => {
+                wait(&self.pidfd, None);
+                Ok(ExitStatus::default())
+            }
+        }
     }
 }
 
@@ -529,6 +687,6 @@ impl Drop for Worker {
     fn drop(&mut self) {
         self.kill();
         // Fails if it was waited for.
-        let _ = self.child.wait();
+        let _ = self.status();
     }
 }

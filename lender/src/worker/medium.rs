@@ -15,8 +15,8 @@ use farside_medium::{Link, LinkError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
-    messages::{Answer, Call, Order},
-    process::{CALL_TIMEOUT, Calls},
+    messages::{Answer, Call, Numbered, Order},
+    process::{CALL_TIMEOUT, Calls, end_chain},
 };
 use crate::{
     device_loop::{
@@ -59,7 +59,7 @@ impl MediumLease {
             id, vm, generation, ..
         } = &self;
         let whose = format!("VM {vm}, generation {generation}");
-        calls.tell(&Call::Line(
+        calls.tell(Call::Line(
             Line::Borrowed,
             format!("device {id}: its medium is lent over the network ({whose})"),
         ));
@@ -84,10 +84,10 @@ impl MediumLease {
         let report = self.report();
         // Waits for what is in flight on the medium.
         drop(self.medium);
-        calls.tell(&Call::Line(Line::Ended, line));
-        calls.tell(&Call::Released(release));
+        calls.tell(Call::Line(Line::Ended, line));
+        calls.tell(Call::Released(release));
         // Fails if the broker is gone.
-        let _ = orders.send(&Answer::Ended(Box::new(report)), &[], CALL_TIMEOUT);
+        let _ = orders.send(&(0, Answer::Ended(Box::new(report))), &[], CALL_TIMEOUT);
         Ok(())
     }
 
@@ -98,7 +98,7 @@ impl MediumLease {
         let mut revoked = None;
         let mut rounds = 0u32;
         loop {
-            let turned = self.medium.turn(&mut || calls.tell(&Call::EndChain));
+            let turned = self.medium.turn(&mut || end_chain(calls));
             self.report_problem(calls);
             let now = Instant::now();
             let ticked = match now >= tick {
@@ -146,11 +146,11 @@ impl MediumLease {
             if !ordered {
                 continue;
             }
-            match orders.try_receive::<Order>() {
+            match orders.try_receive::<Numbered<Order>>() {
                 Ok(None) => {}
-                Ok(Some((order, _))) => {
+                Ok(Some(((number, order), _))) => {
                     let (answer, end) = self.obey(order, &mut revoked);
-                    if orders.send(&answer, &[], CALL_TIMEOUT).is_err() {
+                    if orders.send(&(number, answer), &[], CALL_TIMEOUT).is_err() {
                         return Ok(End::Stopped);
                     }
                     if let Some(end) = end {
@@ -167,7 +167,7 @@ impl MediumLease {
         let now = self.medium.problem();
         if now != self.problem.as_deref() {
             self.problem = now.map(str::to_owned);
-            calls.tell(&Call::Problem(self.problem.clone()));
+            calls.tell(Call::Problem(self.problem.clone()));
         }
     }
 

@@ -1,4 +1,8 @@
-//! The messages between the broker and a worker, which are of one build.
+//! The messages between the broker and a worker, which are of one version ([`crate::keeper`]).
+//!
+//! Each has a number. Orders are answered in order; a broker that adopts a worker numbers its own above
+//! those of former ones, whose answers it ignores. A worker sends the call whose reply it waits for again
+//! to the next broker, which knows of the last one that was replied to.
 
 use std::time::Duration;
 
@@ -11,6 +15,9 @@ use farside_vfio::HandleParts;
 use serde::{Deserialize, Serialize};
 
 use crate::{device_loop::Line, registry::Release, source::Report, vfio::FunctionConfig};
+
+/// A message and its number.
+pub(crate) type Numbered<T> = (u64, T);
 
 /// What a worker is asked to do. Each order after the first has one answer, in order.
 #[derive(Debug, Serialize, Deserialize)]
@@ -71,7 +78,7 @@ pub(crate) struct ServedMedium {
 }
 
 /// A software model.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Model {
     /// An NVMe controller. The image comes as a descriptor.
     Nvme {
@@ -97,7 +104,7 @@ pub(crate) enum Answer {
     Ended(Box<Report>),
 }
 
-/// What a worker asks of the broker. Each call has a reply.
+/// What a worker asks of the broker. Each call has a reply, for which the worker waits if it needs that.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Call {
     /// Keep a second handle on the function that this process has opened. Comes with its two
@@ -127,8 +134,10 @@ pub(crate) enum Call {
 }
 
 /// The reply to a [`Call`].
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum CallReply {
+    /// Of a broker that goes on for the former one: the call that waits is to be sent again.
+    Again,
     Done,
     Window(LutRange),
     DmaFaults(u64),

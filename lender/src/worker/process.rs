@@ -3,7 +3,7 @@
 use std::{
     fmt, io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, Mutex, PoisonError, mpsc},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     time::{Duration, Instant},
 };
 
@@ -33,7 +33,7 @@ use rustix::{
 use super::{
     confine::{self, UserChangeError},
     medium::MediumLease,
-    messages::{Answer, Call, CallReply, Model, Order, Served, Start},
+    messages::{Answer, Call, CallReply, Model, Numbered, Order, Served, Start},
 };
 use crate::{
     device_loop::{DeviceLoop, Home, Line},
@@ -44,6 +44,13 @@ use crate::{
     tokens::RegisterTokens,
     vfio::{FunctionConfig, WorkerFunction},
 };
+
+/// Most calls without a reply, beyond which lines and problems are dropped: a worker may be without a broker
+/// for long.
+const MAX_UNANSWERED: u64 = 32;
+
+/// Timeout for what a line may do without.
+const SHORT: Duration = Duration::from_millis(200);
 
 /// Timeout for the lease, which the broker sends right after the start.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
@@ -83,9 +90,9 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     raise_open_files();
     let mut orders = Channel::from_socket(broker);
     let (order, fds) = orders
-        .receive(START_TIMEOUT)
+        .receive::<Numbered<Order>>(START_TIMEOUT)
         .map_err(WorkerError::NoLease)?;
-    let Order::Start(start) = order else {
+    let (number, Order::Start(start)) = order else {
         return Err(WorkerError::InvalidLease);
     };
     let Start {
@@ -144,9 +151,9 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
                 }
                 Err(error) => {
                     let line = format!("device {id}: cannot lend to VM {vm}: {error}");
-                    calls.tell(&Call::Line(Line::NotLent, line));
+                    calls.tell(Call::Line(Line::NotLent, line));
                     // Release first, so that the peer can retry at once.
-                    calls.tell(&Call::Released(Release::Over(Revocation::Released)));
+                    calls.tell(Call::Released(Release::Over(Revocation::Released)));
                     // The borrow fails whether or not the peer receives this.
                     let _ = connection.send(&Reply::Refused(error), &[], CALL_TIMEOUT);
                     return Ok(());
@@ -209,7 +216,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         .map_err(|_| io::Error::other("its thread has panicked"))?;
     if let Some(report) = report {
         // Fails if the broker is gone.
-        let _ = orders.send(&Answer::Ended(Box::new(report)), &[], CALL_TIMEOUT);
+        let _ = orders.send(&(number, Answer::Ended(Box::new(report))), &[], CALL_TIMEOUT);
     }
     Ok(())
 }
@@ -257,7 +264,7 @@ fn open_function(
     let function = WorkerFunction::open(id, config, stop)?;
     let (parts, handle) = function.share()?;
     let handle = handle.each_ref().map(AsFd::as_fd);
-    calls.call_with(&Call::Opened(parts), &handle)?;
+    calls.call_with(Call::Opened(parts), &handle, CALL_TIMEOUT)?;
     Ok(function)
 }
 
@@ -280,10 +287,12 @@ fn relay(
             _ if !fds[0].revents().is_empty() => return Ok(()),
             _ => {}
         }
-        match orders.try_receive::<Order>() {
-            Ok(Some((order, _))) => {
-                let answer = ask(queue, generation, order);
-                broker_lives = orders.send(&answer, &[], CALL_TIMEOUT).is_ok();
+        match orders.try_receive::<Numbered<Order>>() {
+            Ok(Some(((number, order), _))) => {
+                let answer = (number, ask(queue, generation, order));
+                let sent = orders.send(&answer, &[], CALL_TIMEOUT);
+                // A broker that has died reads none; the next one ignores it.
+                broker_lives = matches!(sent, Ok(()) | Err(ChannelError::TimedOut(_)));
             }
             Ok(None) => {}
             Err(_) => broker_lives = false,
@@ -327,56 +336,124 @@ fn ask(queue: &RequestQueue, generation: Generation, order: Order) -> Answer {
     }
 }
 
-/// The calls to the broker.
-pub(super) struct Calls(Mutex<Option<Channel>>);
+/// The calls to the broker. While there is none, they wait in the socket, which its keeper holds.
+pub(super) struct Calls(Mutex<Broker>);
+
+struct Broker {
+    channel: Channel,
+    /// The number of the last call.
+    sent: u64,
+    /// The number of the last reply.
+    replied: u64,
+}
 
 impl Calls {
     fn new(channel: Channel) -> Self {
-        Self(Mutex::new(Some(channel)))
+        Self(Mutex::new(Broker {
+            channel,
+            sent: 0,
+            replied: 0,
+        }))
     }
 
-    fn call(&self, call: &Call) -> Result<CallReply, RemoteError> {
-        self.call_with(call, &[])
+    /// A call whose reply is needed.
+    pub(super) fn call(&self, call: Call) -> Result<CallReply, RemoteError> {
+        self.call_with(call, &[], CALL_TIMEOUT)
     }
 
-    fn call_with(&self, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<CallReply, RemoteError> {
-        // A panic in between loses the broker, and no more.
-        let mut channel = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match exchange(channel.as_mut(), call, fds) {
+    fn call_with(
+        &self,
+        call: Call,
+        fds: &[BorrowedFd<'_>],
+        patience: Duration,
+    ) -> Result<CallReply, RemoteError> {
+        match self.lock().call(call, fds, patience) {
             Ok(CallReply::Refused(error)) => Err(error),
             Ok(reply) => Ok(reply),
-            Err(error) => {
-                // A late reply would be taken for that of the next call.
-                *channel = None;
-                Err(RemoteError {
-                    kind: ErrorKind::Internal,
-                    message: format!("the lender's process is gone: {}", Chain(&error)),
-                })
+            Err(error) => Err(RemoteError {
+                kind: ErrorKind::Internal,
+                message: format!("the lender's process is gone: {}", Chain(&error)),
+            }),
+        }
+    }
+
+    /// A call that nothing waits for: there may be no broker.
+    pub(super) fn tell(&self, call: Call) {
+        if let Err(error) = self.lock().tell(&call) {
+            log::debug!("{call:?}: {}", Chain(&error));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Broker> {
+        // A panic in between loses a reply, and no more.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Broker {
+    fn call(
+        &mut self,
+        call: Call,
+        fds: &[BorrowedFd<'_>],
+        patience: Duration,
+    ) -> Result<CallReply, ChannelError> {
+        let until = Instant::now() + patience;
+        self.sent += 1;
+        let call = (self.sent, call);
+        self.channel.send(&call, fds, patience)?;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.channel.receive(left)?.0 {
+                (_, CallReply::Again) => self.channel.send(&call, fds, left)?,
+                reply => {
+                    let number = reply.0;
+                    if let Some(reply) = self.take_reply(reply, self.sent) {
+                        return Ok(reply);
+                    }
+                    debug_assert!(number < self.sent, "a reply to no call");
+                }
             }
         }
     }
 
-    /// A call that nothing depends on: the broker may be gone.
-    pub(super) fn tell(&self, call: &Call) {
-        if let Err(error) = self.call(call) {
-            log::debug!("{call:?}: {error}");
+    fn tell(&mut self, call: &Call) -> Result<(), ChannelError> {
+        while let Some((reply, _)) = self.channel.try_receive()? {
+            self.take_reply(reply, 0);
         }
+        let may_be_dropped = matches!(call, Call::Line(..) | Call::Problem(_));
+        if may_be_dropped && self.sent - self.replied > MAX_UNANSWERED {
+            return Err(ChannelError::TimedOut(Duration::ZERO));
+        }
+        self.sent += 1;
+        self.channel.send(&(self.sent, call), &[], CALL_TIMEOUT)
     }
-}
 
-fn exchange(
-    channel: Option<&mut Channel>,
-    call: &Call,
-    fds: &[BorrowedFd<'_>],
-) -> Result<CallReply, ChannelError> {
-    let channel = channel.ok_or(ChannelError::Closed)?;
-    channel.send(call, fds, CALL_TIMEOUT)?;
-    Ok(channel.receive(CALL_TIMEOUT)?.0)
+    /// Returns the reply to the call `wanted`.
+    fn take_reply(&mut self, (number, reply): Numbered<CallReply>, wanted: u64) -> Option<CallReply> {
+        self.replied = self.replied.max(number);
+        if number == wanted {
+            return Some(reply);
+        }
+        if let CallReply::Window(window) = reply {
+            // Its call has been given up.
+            self.sent += 1;
+            // If this fails, the broker takes it back at the end of the lease.
+            let _ = self.channel.try_send(&(self.sent, Call::GiveBackWindow(window)), &[]);
+        }
+        None
+    }
 }
 
 impl fmt::Debug for Calls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Calls")
+    }
+}
+
+/// Ends the lease's chain, before the guest is told of the flush that has failed.
+pub(super) fn end_chain(calls: &Calls) {
+    if let Err(error) = calls.call(Call::EndChain) {
+        log::error!("the lease may still go on after a flush has failed: {error}");
     }
 }
 
@@ -386,7 +463,7 @@ fn other(error: RemoteError) -> FabricError {
 
 impl AdapterTables for Calls {
     fn take_requester(&self, _device: &str, _vm: &str) -> Result<usize, FabricError> {
-        self.call(&Call::TakeRequester).map_err(other)?;
+        self.call(Call::TakeRequester).map_err(other)?;
         Ok(0)
     }
 
@@ -403,7 +480,7 @@ impl AdapterTables for Calls {
             peer_address,
             bytes,
         };
-        match self.call(&call).map_err(other)? {
+        match self.call(call).map_err(other)? {
             CallReply::Window(range) => Ok(range),
             reply => Err(FabricError::Other(
                 format!("an unexpected reply of the lender's process: {reply:?}").into(),
@@ -412,7 +489,7 @@ impl AdapterTables for Calls {
     }
 
     fn give_back_window(&self, _requester: usize, window: LutRange) {
-        self.tell(&Call::GiveBackWindow(window));
+        self.tell(Call::GiveBackWindow(window));
     }
 }
 
@@ -445,28 +522,28 @@ impl Home for InWorker {
     }
 
     fn released(&self, _generation: Generation, how: Release) {
-        self.calls.tell(&Call::Released(how));
+        self.calls.tell(Call::Released(how));
     }
 
     fn begins(&self) {
-        self.calls.tell(&Call::Begins);
+        self.calls.tell(Call::Begins);
     }
 
     fn end_chain(&self) {
-        self.calls.tell(&Call::EndChain);
+        end_chain(&self.calls);
     }
 
     fn problem(&self, _before: Option<&str>, now: Option<&str>) {
         let now = now.map(str::to_owned);
         *self.problem.lock().unwrap_or_else(PoisonError::into_inner) = now.clone();
-        self.calls.tell(&Call::Problem(now));
+        self.calls.tell(Call::Problem(now));
     }
 
     fn dma_faults(&self, reported: u64) -> u64 {
         // The kernel logs those of a function, which the broker reads.
         match self.kind {
             confine::Kind::Model => reported,
-            confine::Kind::Function => match self.calls.call(&Call::DmaFaults) {
+            confine::Kind::Function => match self.calls.call_with(Call::DmaFaults, &[], SHORT) {
                 Ok(CallReply::DmaFaults(count)) => count,
                 _ => reported,
             },
@@ -484,6 +561,6 @@ impl Home for InWorker {
             // The lease ends with the process.
             std::process::exit(1);
         }
-        self.calls.tell(&Call::Line(kind, line.to_owned()));
+        self.calls.tell(Call::Line(kind, line.to_owned()));
     }
 }

@@ -14,6 +14,8 @@ impl WorkerLease<'_> {
             (Some(Borrower::Asking(connection)), Some(chain)) => {
                 (self.begun || chain.goes_on) && !has_hung_up(connection)
             }
+            // It may have gone, or wait for the device.
+            (None, Some(_)) => self.leased,
             _ => false,
         }
     }

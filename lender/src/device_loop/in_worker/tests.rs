@@ -14,7 +14,8 @@ use farside_lender_protocol::{Channel, DeviceEntry, Secret, Transport};
 use super::*;
 use crate::{
     config::Model, device_loop::Home, registry::RequestQueue, tokens::RegisterTokens,
-    worker::Program,
+    keeper::Keeper,
+    worker::{Program, Workers},
 };
 
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -54,6 +55,15 @@ fn idle() -> Program {
         cgroup: None,
         path: "sh".into(),
         args: vec!["-c".into(), "exec sleep 1000".into()],
+        keeper: None,
+    }
+}
+
+fn workers(program: Program) -> Workers {
+    let (keeper, _) = Keeper::find("lender.sock".as_ref(), Some(program.clone())).unwrap();
+    Workers {
+        program,
+        keeper: Arc::new(keeper),
     }
 }
 
@@ -100,21 +110,21 @@ fn stuck(leased: bool) -> Stuck {
     .unwrap();
     let adapter = Adapter::new(Default::default()).unwrap();
     let model = Model::DmaTest(Default::default());
-    let mut device = WorkerDevice::open(&owner.id, model, adapter, idle()).unwrap();
+    let mut device = WorkerDevice::open(&owner.id, model, adapter, workers(idle()), None).unwrap();
     let lease = lease(1);
     let of = (lease.vm.clone(), lease.generation);
     let started = device.start(entry("dma0"), 0, lease);
-    let (worker, borrower) = started.map_err(|(_, error)| error).unwrap();
+    let (worker, borrower, _) = started.map_err(|(_, error)| error).unwrap();
     worker.kill();
     let serving = std::thread::spawn(move || {
-        let mut lease = WorkerLease::new(&mut owner, &mut device, worker, borrower, of);
+        let mut lease = WorkerLease::new(&mut owner, &mut device, worker, Some(borrower), of);
         // No container of VFIO: it unmaps nothing.
         let parts = r#"{ "bdf": "0000:03:00.0", "config_offset": 0, "iommu": "Type1" }"#;
         let null = || File::open("/dev/null").unwrap().into();
         let handle = SecondHandle::new(serde_json::from_str(parts).unwrap(), [null(), null()]);
         lease.function = Some(handle);
         if !leased {
-            lease.connection = None;
+            lease.leased = false;
         }
         let down = lease.run();
         (down, owner)
@@ -184,7 +194,7 @@ fn with_medium(program: Program) -> (DeviceLoop, WorkerDevice, mpsc::Receiver<Op
     let id = "disk0".parse().unwrap();
     let adapter = Adapter::new(Default::default()).unwrap();
     let model = Model::nvme(image.path().to_owned(), false);
-    let device = WorkerDevice::open(&id, model, adapter, program).unwrap();
+    let device = WorkerDevice::open(&id, model, adapter, workers(program), None).unwrap();
     let home = Box::new(Ends(ends, Arc::default()));
     let quota = Budget::of_this_process().shared_by(1).into();
     let made = DeviceLoop::new(id, home, Wakeup::new().unwrap(), Duration::ZERO, quota);
@@ -198,6 +208,7 @@ fn a_device_whose_worker_does_not_start_is_kept_for_a_vm_that_may_go_on() {
         cgroup: None,
         path: "/nonexistent/farside".into(),
         args: Vec::new(),
+        keeper: None,
     };
     let (mut owner, mut device, ended) = with_medium(missing);
     let free = Release::Over(Revocation::Released);
@@ -238,8 +249,8 @@ fn a_worker_without_a_medium_ends_no_chain() {
     let lease = lease(1);
     let of = (lease.vm.clone(), lease.generation);
     let started = device.start(entry("disk0"), 0, lease);
-    let (worker, borrower) = started.map_err(|(_, error)| error).unwrap();
-    let mut lease = WorkerLease::new(&mut owner, &mut device, worker, borrower, of);
+    let (worker, borrower, _) = started.map_err(|(_, error)| error).unwrap();
+    let mut lease = WorkerLease::new(&mut owner, &mut device, worker, Some(borrower), of);
     let reply = lease.serve_call(Call::EndChain, Vec::new());
     assert!(matches!(reply, CallReply::Refused(_)), "{reply:?}");
     assert!(ended.try_recv().is_err());

@@ -1,0 +1,338 @@
+//! What outlives the broker: its ends of the channels to the workers, and what it knows of their leases.
+//!
+//! A keeper is a process that holds a duplicate of each of these descriptors, and reads none of them. When
+//! the broker dies, the workers do not notice: nothing is closed, and what they send waits. The next
+//! broker connects to the keeper and goes on where the former one was.
+//!
+//! ```text
+//!   broker ──── orders, calls, log ────▶ workers
+//!     │  Keep, Update, Forget             ▲
+//!     └────────▶ keeper ──── duplicates ──┘
+//!                  ▲
+//!   next broker ───┘  Take
+//! ```
+//!
+//! The keeper's socket is in a directory that only the lender's user can search, both ends compare that
+//! user with the other's, and a keeper whose broker lives refuses others.
+
+mod process;
+
+use std::{
+    fs, io, mem,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+    process::{Child, Stdio},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use farside_daemon::{OwnedListener, SocketKind, paths, peer_credentials};
+use farside_error_chain::Chain;
+use farside_lender_protocol::{Address, Channel, ChannelError, MAX_DEVICES};
+use serde::{Deserialize, Serialize};
+
+pub use process::{KeeperError, run};
+
+use crate::worker::Program;
+
+/// Of the messages between brokers, workers and keepers, and of [`crate::worker::KeptLease`]: raise it with
+/// each change of one of them. A broker of another version ends the workers in order.
+const VERSION: u32 = 1;
+
+/// Timeout for each message between a broker and its keeper.
+const TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Timeout for a keeper to end its workers. Longer than a worker's end may take.
+const END_TIMEOUT: Duration = Duration::from_secs(6);
+
+/// Most descriptors of a lease.
+const MAX_FDS: usize = 8;
+
+/// A broker's message to its keeper.
+#[derive(Debug, Serialize, Deserialize)]
+enum ToKeeper {
+    /// End: every worker ends its lease in order, or is killed. First, as all versions have it.
+    End,
+    /// Send the leases: this broker goes on with them.
+    Take,
+    /// Listen for the next broker. Comes with the socket.
+    Listen,
+    /// Keep a lease, or replace it. Comes with its descriptors, the first of which is the worker's pidfd.
+    Keep {
+        id: u64,
+        lease: Vec<u8>,
+        /// How many of the last descriptors are closed when the worker ends without a broker.
+        with_worker: usize,
+    },
+    /// The lease has changed; its descriptors are the same.
+    Update { id: u64, lease: Vec<u8> },
+    /// The lease has ended.
+    Forget { id: u64 },
+}
+
+/// A keeper's first message, of which all versions have the beginning.
+#[derive(Debug, Serialize, Deserialize)]
+struct Hello {
+    version: u32,
+    /// Its broker lives.
+    busy: bool,
+}
+
+/// A keeper's message to a broker that takes the leases.
+#[derive(Debug, Serialize, Deserialize)]
+enum FromKeeper {
+    /// A lease, with its descriptors. Those that are closed when a worker ends are missing if it has.
+    Lease { id: u64, lease: Vec<u8> },
+    /// That were all.
+    Done,
+}
+
+/// A lease that was kept, and its descriptors.
+pub(crate) struct Found {
+    pub(crate) id: u64,
+    pub(crate) lease: Vec<u8>,
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+/// Why the leases of a former broker are not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum TakeError {
+    /// It lives.
+    #[error(
+        "another lender has these devices and lives: stop it, or name another socket (--socket)"
+    )]
+    Busy,
+    /// There is something else than a keeper.
+    #[error("{path} is not the keeper of a former lender of this user", path = path.display())]
+    Foreign {
+        /// Its socket.
+        path: PathBuf,
+        /// What has failed; without, it is another user's.
+        source: Option<ChannelError>,
+    },
+}
+
+/// The broker's side of its keeper, which is started with the first lease.
+#[derive(Debug)]
+pub(crate) struct Keeper {
+    /// Without one nothing is kept.
+    program: Option<Program>,
+    path: PathBuf,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    channel: Option<Channel>,
+    /// The process, unless a former broker has started it.
+    process: Option<Child>,
+    next: u64,
+}
+
+impl Keeper {
+    /// The keeper of the lender that listens at `socket`, with the leases of its former broker.
+    ///
+    /// # Errors
+    /// [`TakeError::Busy`]. Anything else is logged.
+    pub(crate) fn find(
+        socket: &Path,
+        program: Option<Program>,
+    ) -> Result<(Self, Vec<Found>), TakeError> {
+        let path = socket.with_extension("keeper").join("socket");
+        let program = program.filter(|program| program.keeper.is_some());
+        let (mut channel, mut found) = (None, Vec::new());
+        if program.is_some() {
+            match take(&path) {
+                Ok(Some((keeper, leases))) => (channel, found) = (Some(keeper), leases),
+                Ok(None) => {}
+                Err(busy @ TakeError::Busy) => return Err(busy),
+                Err(error) => log::error!("no lease is adopted: {}", Chain(&error)),
+            }
+        }
+        let next = found.iter().map(|lease| lease.id + 1).max();
+        let state = State {
+            channel,
+            process: None,
+            next: next.unwrap_or_default(),
+        };
+        let keeper = Self {
+            program,
+            path,
+            state: Mutex::new(state),
+        };
+        Ok((keeper, found))
+    }
+
+    /// Keeps a lease with these descriptors, of which the last `with_worker` are of use to its worker alone.
+    /// Returns its number.
+    pub(crate) fn keep(
+        &self,
+        lease: &impl Serialize,
+        fds: &[BorrowedFd<'_>],
+        with_worker: usize,
+    ) -> Option<u64> {
+        let mut state = self.lock();
+        let id = state.next;
+        state.next += 1;
+        if let (None, Some(program)) = (&state.channel, &self.program) {
+            match self.start(program) {
+                Ok((channel, process)) => {
+                    state.channel = Some(channel);
+                    state.process = Some(process);
+                }
+                Err(error) => log::warn!(
+                    "leases end with this process: cannot start what keeps them at {}: {}",
+                    self.path.display(),
+                    Chain(&*error)
+                ),
+            }
+        }
+        self.send(&mut state, lease, fds, |lease| ToKeeper::Keep {
+            id,
+            lease,
+            with_worker,
+        })
+        .then_some(id)
+    }
+
+    /// Replaces what is known of a lease.
+    pub(crate) fn update(&self, id: u64, lease: &impl Serialize) {
+        self.send(&mut self.lock(), lease, &[], |lease| ToKeeper::Update {
+            id,
+            lease,
+        });
+    }
+
+    /// Forgets a lease, and closes its descriptors.
+    pub(crate) fn forget(&self, id: u64) {
+        self.send(&mut self.lock(), &(), &[], |_| ToKeeper::Forget { id });
+    }
+
+    /// The lender ends, in order: no lease is left.
+    pub(crate) fn close(&self) {
+        if self.lock().channel.take().is_some() {
+            remove(&self.path);
+        }
+    }
+
+    fn send(
+        &self,
+        state: &mut State,
+        lease: &impl Serialize,
+        fds: &[BorrowedFd<'_>],
+        message: impl FnOnce(Vec<u8>) -> ToKeeper,
+    ) -> bool {
+        let Some(channel) = &mut state.channel else {
+            return false;
+        };
+        let sent = match serde_json::to_vec(lease) {
+            Ok(lease) => channel.send(&message(lease), fds, TIMEOUT),
+            Err(error) => Err(io::Error::from(error).into()),
+        };
+        match sent {
+            Ok(()) => true,
+            Err(error @ ChannelError::TooLarge { .. }) => {
+                log::warn!("a lease ends with this process: {}", Chain(&error));
+                false
+            }
+            Err(error) => {
+                log::error!(
+                    "leases end with this process: what keeps them is gone: {}",
+                    Chain(&error)
+                );
+                state.channel = None;
+                if let Some(mut process) = state.process.take() {
+                    // Fails if it has ended.
+                    let _ = process.kill();
+                    let _ = process.wait();
+                }
+                false
+            }
+        }
+    }
+
+    fn start(&self, program: &Program) -> Result<(Channel, Child), Box<dyn std::error::Error>> {
+        let directory = self.path.parent().unwrap_or(Path::new(""));
+        paths::create_directory(directory)?;
+        let listener = OwnedListener::bind(&self.path, SocketKind::SeqPacket, 4)?;
+        let (mut ours, theirs) = Channel::pair()?;
+        let process = program
+            .command()
+            .args(&program.keeper)
+            .stdin(Stdio::from(theirs.into_socket()))
+            .stderr(Stdio::null())
+            .spawn()?;
+        ours.send(&ToKeeper::Listen, &[listener.as_fd()], TIMEOUT)?;
+        listener.disown();
+        Ok((ours, process))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic leaves at most a lease that is not kept.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+
+fn remove(path: &Path) {
+    // Fails if another lender has replaced it.
+    let _ = fs::remove_file(path);
+    let _ = path.parent().map(fs::remove_dir);
+}
+
+/// The keeper at `path` and its leases, if there is one.
+fn take(path: &Path) -> Result<Option<(Channel, Vec<Found>)>, TakeError> {
+    let foreign = |source| TakeError::Foreign {
+        path: path.to_owned(),
+        source,
+    };
+    let address = Address::Unix(path.to_owned());
+    let mut channel = match Channel::connect(&address, Path::new(""), TIMEOUT) {
+        Ok(channel) => channel,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            // Its last lease has ended.
+            remove(path);
+            return Ok(None);
+        }
+        Err(error) => return Err(foreign(Some(error.into()))),
+    };
+    if !is_own(&channel) {
+        return Err(foreign(None));
+    }
+    let received = channel.receive::<Hello>(TIMEOUT);
+    let (hello, _) = received.map_err(|error| foreign(Some(error)))?;
+    if hello.busy {
+        return Err(TakeError::Busy);
+    }
+    if hello.version != VERSION {
+        log::warn!(
+            "the leases of the former lender end in order: its version keeps them in format {}, this one in format {VERSION}",
+            hello.version
+        );
+        let sent = channel.send(&ToKeeper::End, &[], TIMEOUT);
+        sent.map_err(|error| foreign(Some(error)))?;
+        // It closes the connection when the workers are gone.
+        let _ = channel.receive::<()>(END_TIMEOUT);
+        remove(path);
+        return Ok(None);
+    }
+    let mut found = Vec::new();
+    let sent = channel.send(&ToKeeper::Take, &[], TIMEOUT);
+    sent.map_err(|error| foreign(Some(error)))?;
+    loop {
+        let received = channel.receive::<FromKeeper>(TIMEOUT);
+        match received.map_err(|error| foreign(Some(error)))? {
+            (FromKeeper::Lease { id, lease }, fds) if found.len() < 2 * MAX_DEVICES => {
+                found.push(Found { id, lease, fds });
+            }
+            _ => return Ok(Some((channel, mem::take(&mut found)))),
+        }
+    }
+}
+
+/// Whether the process at the other end has this one's user.
+fn is_own(channel: &Channel) -> bool {
+    let peer = peer_credentials(&channel.as_fd());
+    peer.is_ok_and(|peer| peer.uid == rustix::process::geteuid().as_raw())
+}

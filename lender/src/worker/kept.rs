@@ -1,0 +1,317 @@
+//! A lease that outlives its broker, as the keeper has it.
+
+use std::{
+    fs::{self, File},
+    io::PipeReader,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
+};
+
+use farside_daemon::{DeviceId, VmName, cgroup};
+use farside_devices::nvme;
+use farside_fabric::{LutRange, PeerAddress, soft::AdapterTables};
+use farside_lender_protocol::{Channel, Generation, Identity, Secret};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Signal, pidfd_send_signal},
+};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    device::Worker,
+    messages::{CallReply, Model, Numbered},
+};
+use crate::{
+    config,
+    keeper::{Found, Keeper},
+};
+
+/// Timeout for a worker to end that is not adopted; then it is killed.
+const END_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// Orders of a broker are numbered above those of the former one, which were fewer.
+const ORDERS: u64 = 1 << 32;
+
+/// What the next broker needs to know. See [`crate::keeper::VERSION`] before changing it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct KeptLease {
+    pub(crate) device: DeviceId,
+    pub(crate) vm: VmName,
+    pub(crate) generation: Generation,
+    pub(crate) since: SystemTime,
+    /// The chain's secret, and whether the lease is not its first.
+    pub(crate) chain: Option<(Secret, bool)>,
+    pub(crate) pid: u32,
+    pub(crate) group: Option<PathBuf>,
+    pub(crate) model: Model,
+    /// The number of the broker's first order.
+    pub(crate) first_order: u64,
+    /// It has a requester entry of the adapter.
+    pub(crate) requester: bool,
+    pub(crate) windows: Vec<OpenWindow>,
+    /// The last reply to a call that changed something, and its number.
+    pub(crate) replied: Option<Numbered<CallReply>>,
+}
+
+/// A window of the adapter that a worker has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct OpenWindow {
+    pub(crate) range: LutRange,
+    pub(crate) peer_address: PeerAddress,
+    pub(crate) bytes: u64,
+}
+
+/// A lease of a former broker, until it is resumed or ended.
+pub(crate) struct Adopted {
+    pub(crate) number: u64,
+    pub(crate) lease: KeptLease,
+    /// Its entry in the requester table, if it has one.
+    pub(crate) requester: Option<usize>,
+    pub(crate) pidfd: OwnedFd,
+    pub(crate) orders: OwnedFd,
+    pub(crate) calls: OwnedFd,
+    pub(crate) log: OwnedFd,
+    /// The borrower's, unless the worker has ended without a broker.
+    pub(crate) connection: Option<OwnedFd>,
+    image: Option<File>,
+}
+
+impl Adopted {
+    /// The leases of the former broker, by device. Of two, of which the earlier is about to end, the later.
+    pub(crate) fn all(found: Vec<Found>, keeper: &Keeper) -> Vec<Self> {
+        let mut adopted: Vec<Self> = Vec::new();
+        for found in found {
+            let number = found.id;
+            let Some(lease) = Self::from_found(found) else {
+                log::error!("a lease of the former lender is not readable: its worker ends");
+                keeper.forget(number);
+                continue;
+            };
+            let same = |other: &Self| other.lease.device == lease.lease.device;
+            if let Some(earlier) = adopted.iter().position(same) {
+                let earlier = adopted.swap_remove(earlier);
+                earlier.end(keeper, None, "another lease follows it");
+            }
+            adopted.push(lease);
+        }
+        adopted
+    }
+
+    fn from_found(found: Found) -> Option<Self> {
+        let lease: KeptLease = serde_json::from_slice(&found.lease).ok()?;
+        let mut fds = found.fds.into_iter();
+        Some(Self {
+            number: found.id,
+            lease,
+            requester: None,
+            pidfd: fds.next()?,
+            orders: fds.next()?,
+            calls: fds.next()?,
+            log: fds.next()?,
+            connection: fds.next(),
+            image: fds.next().map(File::from),
+        })
+    }
+
+    /// The image of the device `config`, if the worker has that: it is locked, so it cannot be opened.
+    ///
+    /// # Errors
+    /// Why the lease does not go on.
+    pub(crate) fn image(&self, config: &config::Model) -> Result<Option<nvme::Image>, String> {
+        if self.connection.is_none() {
+            // It has ended.
+            return Ok(None);
+        }
+        match (config, &self.lease.model, &self.image) {
+            (config::Model::DmaTest(_), Model::DmaTest, None) => Ok(None),
+            (
+                config::Model::Nvme(now),
+                Model::Nvme {
+                    config,
+                    size,
+                    punches_holes,
+                },
+                Some(image),
+            ) => {
+                if serde_json::to_string(now).ok().as_ref() != Some(config) {
+                    return Err("its configuration has changed".into());
+                }
+                if !is_at(image, &now.image) {
+                    return Err(format!("{} is another file now", now.image.display()));
+                }
+                let file = image.try_clone().map_err(|error| error.to_string())?;
+                Ok(Some(nvme::Image {
+                    file,
+                    size: *size,
+                    punches_holes: *punches_holes,
+                }))
+            }
+            _ => Err("it is another kind of device now".into()),
+        }
+    }
+
+    /// Records what it has of the adapter.
+    ///
+    /// # Errors
+    /// Why the lease does not go on.
+    pub(crate) fn restore(&mut self, tables: &dyn AdapterTables) -> Result<(), String> {
+        let KeptLease {
+            device,
+            vm,
+            requester,
+            windows,
+            ..
+        } = &self.lease;
+        if !requester {
+            return Ok(());
+        }
+        let entry = tables.take_requester(device, vm);
+        let entry = entry.map_err(|error| error.to_string())?;
+        self.requester = Some(entry);
+        let mut windows = windows.iter();
+        let restored = windows.all(|window| {
+            tables.restore_window(entry, window.peer_address, window.bytes, window.range)
+        });
+        match restored {
+            true => Ok(()),
+            false => Err("the adapter ([fabric]) has no place for its windows any more".into()),
+        }
+    }
+
+    /// The borrower, as far as it can be known.
+    pub(crate) fn borrower(&self) -> Option<Identity> {
+        let connection = self.connection.as_ref()?.try_clone().ok()?;
+        Channel::from_socket(connection).identity().ok()
+    }
+
+    /// When the lease has begun.
+    pub(crate) fn began(&self) -> Instant {
+        let ago = self.lease.since.elapsed().unwrap_or_default();
+        let now = Instant::now();
+        now.checked_sub(ago).unwrap_or(now)
+    }
+
+    /// Ends the lease in order, and waits until its worker is gone.
+    pub(crate) fn end(self, keeper: &Keeper, tables: Option<&dyn AdapterTables>, why: &str) {
+        let KeptLease {
+            device,
+            vm,
+            generation,
+            pid,
+            windows,
+            ..
+        } = &self.lease;
+        log::warn!(
+            "device {device}: ending its lease (VM {vm}, generation {generation}, worker process {pid}): {why}"
+        );
+        // If this fails, it is killed.
+        let _ = Channel::from_socket(self.orders).shut_down_sending();
+        let _ = wait(&self.pidfd, Some(END_TIMEOUT));
+        // Fails if it has ended.
+        let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+        if !wait(&self.pidfd, Some(END_TIMEOUT)) {
+            log::error!("device {device}: its worker process {pid} does not end");
+        }
+        if let (Some(tables), Some(entry)) = (tables, self.requester) {
+            for window in windows {
+                tables.give_back_window(entry, window.range);
+            }
+            tables.give_back_requester(entry);
+        }
+        keeper.forget(self.number);
+    }
+}
+
+impl KeptLease {
+    /// As its next broker has it.
+    pub(crate) fn resumed(mut self) -> Self {
+        self.first_order = self.first_order.saturating_add(ORDERS);
+        self
+    }
+}
+
+/// What a broker's keeper has of a lease: updated before a call is replied to.
+pub(crate) struct Record {
+    pub(crate) keeper: Arc<Keeper>,
+    /// None if it is not kept.
+    pub(crate) number: Option<u64>,
+    pub(crate) lease: KeptLease,
+}
+
+impl Record {
+    pub(crate) fn update(&self) {
+        if let Some(number) = self.number {
+            self.keeper.update(number, &self.lease);
+        }
+    }
+
+    /// The lease has ended.
+    pub(crate) fn forget(&mut self) {
+        if let Some(number) = self.number.take() {
+            self.keeper.forget(number);
+        }
+    }
+}
+
+/// The descriptors of a worker for its keeper.
+pub(crate) fn descriptors<'a>(
+    worker: &'a Worker,
+    connection: BorrowedFd<'a>,
+    image: Option<&'a File>,
+) -> (Vec<BorrowedFd<'a>>, usize) {
+    let with_worker: Vec<_> = [connection]
+        .into_iter()
+        .chain(image.map(AsFd::as_fd))
+        .collect();
+    let fds = [
+        worker.pidfd.as_fd(),
+        worker.orders.as_fd(),
+        worker.calls.as_fd(),
+        worker.log.as_fd(),
+    ];
+    let count = with_worker.len();
+    (fds.into_iter().chain(with_worker).collect(), count)
+}
+
+/// Waits for a process to end. Returns whether it has.
+pub(super) fn wait(pidfd: &OwnedFd, timeout: Option<Duration>) -> bool {
+    let until = timeout.map(|timeout| Instant::now() + timeout);
+    loop {
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let left = left.map(|left| Timespec::try_from(left).unwrap_or_default());
+        let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
+        match poll(&mut fds, left.as_ref()) {
+            Err(rustix::io::Errno::INTR) => {}
+            ready => return ready.is_ok_and(|ready| ready > 0),
+        }
+    }
+}
+
+fn is_at(file: &File, path: &Path) -> bool {
+    let identity = |meta: fs::Metadata| (meta.dev(), meta.ino(), meta.len());
+    let there = fs::metadata(path).map(identity);
+    let here = file.metadata().map(identity);
+    matches!((here, there), (Ok(here), Ok(there)) if here == there)
+}
+
+/// As [`Worker`] has them.
+impl Adopted {
+    /// The worker, whose parent is gone.
+    pub(crate) fn into_worker(self, groups: Option<&cgroup::Delegated>) -> Worker {
+        let group = self.lease.group.as_deref();
+        let group = group.and_then(|path| groups?.find(path));
+        Worker::adopted(
+            self.lease.pid,
+            self.pidfd,
+            Channel::from_socket(self.orders),
+            Channel::from_socket(self.calls),
+            PipeReader::from(self.log),
+            group,
+        )
+    }
+}
