@@ -174,25 +174,35 @@ impl Keeper {
         let mut state = self.lock();
         let id = state.next;
         state.next += 1;
-        if let (None, Some(program)) = (&state.channel, &self.program) {
-            match self.start(program) {
-                Ok((channel, process)) => {
-                    state.channel = Some(channel);
-                    state.process = Some(process);
-                }
-                Err(error) => log::warn!(
-                    "leases end with this process: cannot start what keeps them at {}: {}",
-                    self.path.display(),
-                    Chain(&*error)
-                ),
-            }
-        }
-        self.send(&mut state, lease, fds, |lease| ToKeeper::Keep {
+        let message = |lease| ToKeeper::Keep {
             id,
             lease,
             with_worker,
-        })
-        .then_some(id)
+        };
+        // The second time by another keeper, if the first is gone.
+        (0..2)
+            .any(|_| {
+                self.ensure_started(&mut state);
+                self.send(&mut state, lease, fds, message)
+            })
+            .then_some(id)
+    }
+
+    fn ensure_started(&self, state: &mut State) {
+        let (None, Some(program)) = (&state.channel, &self.program) else {
+            return;
+        };
+        match self.start(program) {
+            Ok((channel, process)) => {
+                state.channel = Some(channel);
+                state.process = Some(process);
+            }
+            Err(error) => log::warn!(
+                "leases end with this process: cannot start what keeps them at {}: {}",
+                self.path.display(),
+                Chain(&*error)
+            ),
+        }
     }
 
     /// Replaces what is known of a lease.

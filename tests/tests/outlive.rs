@@ -20,7 +20,7 @@ use farside_scripted_vmm::{
     vectors::Vectors,
 };
 use farside_tests::{Cluster, Daemon, MIB};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -230,16 +230,26 @@ fn under_load(
     doorbells: Doorbells,
     kill: impl FnOnce(Random, &Progress) -> Vec<Instant> + Send,
 ) -> Vec<Duration> {
+    let (vm, kills) = disturbed(cluster, doorbells, kill);
+    vm.pauses(&kills)
+}
+
+/// As [`under_load`], with what `kill` returns, and the VM.
+fn disturbed<T: Send>(
+    cluster: &Cluster,
+    doorbells: Doorbells,
+    kill: impl FnOnce(Random, &Progress) -> T + Send,
+) -> (Vm, T) {
     let mut vm = Vm::new(cluster, doorbells);
     let mut random = Random::new();
     let over = AtomicBool::new(false);
     let progress = Progress::default();
     let others = Random(random.below(u64::MAX));
-    let kills = std::thread::scope(|scope| {
+    let done = std::thread::scope(|scope| {
         let killer = scope.spawn(|| {
-            let kills = kill(others, &progress);
+            let done = kill(others, &progress);
             over.store(true, Ordering::Release);
-            kills
+            done
         });
         while !(over.load(Ordering::Acquire) || killer.is_finished()) {
             vm.round(&mut random);
@@ -249,7 +259,7 @@ fn under_load(
     });
     vm.round(&mut random);
     vm.check();
-    vm.pauses(&kills)
+    (vm, done)
 }
 
 /// Rounds that a VM has done.
@@ -363,38 +373,50 @@ fn a_lender_that_is_restarted_in_order_under_load_costs_a_pause() {
     print("lender, SIGTERM", pauses);
 }
 
-/// Kills the lender alone, `count` times: its worker does not notice.
-fn kill_brokers(doorbells: Doorbells, count: usize, how: Signal) {
+/// Ends the lender alone by a signal, `count` times: its worker does not notice.
+fn end_lender(doorbells: Doorbells, signal: Signal, count: usize) {
     let cluster = Cluster::new().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let mut lender = lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
-    let pauses = under_load(&cluster, doorbells, |mut random, progress| {
+    let (vm, [ends, starts, nothing]) = disturbed(&cluster, doorbells, |mut random, progress| {
         let [worker] = workers(lender.pid())[..] else {
-            panic!("one worker")
+            panic!("no worker, or several")
         };
-        let mut kills = Vec::new();
-        for _ in 0..count {
+        let mut times = [(); 3].map(|()| Vec::new());
+        let mut wait = |times: &mut Vec<Instant>| {
             progress.wait(&mut random, Duration::from_millis(50));
-            kills.push(Instant::now());
-            lender.signal(how).unwrap();
+            times.push(Instant::now());
+        };
+        for _ in 0..count {
+            wait(&mut times[2]);
+            wait(&mut times[0]);
+            lender.signal(signal).unwrap();
             lender.wait_exit(TIMEOUT).unwrap();
             // I/O goes on while there is none.
-            progress.wait(&mut random, Duration::from_millis(50));
+            wait(&mut times[1]);
             lender = lend(&cluster, &image);
             let status = cluster.status().unwrap();
             let lent = status.lent("disk0").unwrap();
             assert_eq!(lent.borrowed_by.as_deref(), Some("a"));
             let connection = status.borrow("a", "disk0").unwrap().connection.unwrap();
             assert_eq!(connection.restarts, 0, "{connection}");
-            rustix::process::test_kill_process(worker).expect("the same worker");
+            test_kill_process(worker).expect("the same worker");
         }
-        kills
+        times
     });
-    print(&format!("lender alone, {doorbells:?}, {how:?}"), pauses);
+    let name = |what| format!("{what}, {doorbells:?}");
+    print(&name("lender alone ends"), vm.pauses(&ends));
+    print(&name("the next lender starts"), vm.pauses(&starts));
+    print(&name("nothing happens"), vm.pauses(&nothing));
 }
 
 #[test]
-fn a_lender_that_is_killed_alone_costs_nothing() {
-    kill_brokers(Doorbells::Registers, 50, Signal::KILL);
+fn a_lender_that_is_killed_alone_costs_no_pause() {
+    end_lender(Doorbells::Registers, Signal::KILL, 50);
+}
+
+#[test]
+fn a_lender_that_is_upgraded_costs_no_pause() {
+    end_lender(Doorbells::Buffer, Signal::USR1, 5);
 }

@@ -85,7 +85,7 @@ impl MediumLease {
         // Waits for what is in flight on the medium.
         drop(self.medium);
         calls.tell(Call::Line(Line::Ended, line));
-        calls.tell(Call::Released(release));
+        calls.released(release);
         // Fails if the broker is gone.
         let _ = orders.send(&(0, Answer::Ended(Box::new(report))), &[], CALL_TIMEOUT);
         Ok(())

@@ -49,7 +49,7 @@ use crate::{
 /// for long.
 const MAX_UNANSWERED: u64 = 32;
 
-/// Timeout for what a line may do without.
+/// Timeout for calls that may be served later.
 const SHORT: Duration = Duration::from_millis(200);
 
 /// Timeout for the lease, which the broker sends right after the start.
@@ -153,7 +153,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
                     let line = format!("device {id}: cannot lend to VM {vm}: {error}");
                     calls.tell(Call::Line(Line::NotLent, line));
                     // Release first, so that the peer can retry at once.
-                    calls.tell(Call::Released(Release::Over(Revocation::Released)));
+                    calls.released(Release::Over(Revocation::Released));
                     // The borrow fails whether or not the peer receives this.
                     let _ = connection.send(&Reply::Refused(error), &[], CALL_TIMEOUT);
                     return Ok(());
@@ -345,6 +345,8 @@ struct Broker {
     sent: u64,
     /// The number of the last reply.
     replied: u64,
+    /// Windows whose calls were given up before the reply.
+    late: Vec<LutRange>,
 }
 
 impl Calls {
@@ -353,6 +355,7 @@ impl Calls {
             channel,
             sent: 0,
             replied: 0,
+            late: Vec::new(),
         }))
     }
 
@@ -374,6 +377,13 @@ impl Calls {
                 kind: ErrorKind::Internal,
                 message: format!("the lender's process is gone: {}", Chain(&error)),
             }),
+        }
+    }
+
+    /// The lease has ended. Waits for the broker, if there is one, so that the borrower can retry at once.
+    pub(super) fn released(&self, how: Release) {
+        if let Err(error) = self.call_with(Call::Released(how), &[], SHORT) {
+            log::debug!("the lease has ended without the lender: {error}");
         }
     }
 
@@ -405,42 +415,46 @@ impl Broker {
             let left = until.saturating_duration_since(Instant::now());
             match self.channel.receive(left)?.0 {
                 (_, CallReply::Again) => self.channel.send(&call, fds, left)?,
-                reply => {
-                    let number = reply.0;
-                    if let Some(reply) = self.take_reply(reply, self.sent) {
-                        return Ok(reply);
-                    }
-                    debug_assert!(number < self.sent, "a reply to no call");
+                (number, reply) if number == self.sent => {
+                    self.replied = number;
+                    self.give_back()?;
+                    return Ok(reply);
                 }
+                reply => self.take_late(reply),
             }
         }
     }
 
     fn tell(&mut self, call: &Call) -> Result<(), ChannelError> {
         while let Some((reply, _)) = self.channel.try_receive()? {
-            self.take_reply(reply, 0);
+            self.take_late(reply);
         }
         let may_be_dropped = matches!(call, Call::Line(..) | Call::Problem(_));
         if may_be_dropped && self.sent - self.replied > MAX_UNANSWERED {
             return Err(ChannelError::TimedOut(Duration::ZERO));
         }
         self.sent += 1;
-        self.channel.send(&(self.sent, call), &[], CALL_TIMEOUT)
+        self.channel
+            .send(&(self.sent, call), &[], CALL_TIMEOUT)?;
+        self.give_back()
     }
 
-    /// Returns the reply to the call `wanted`.
-    fn take_reply(&mut self, (number, reply): Numbered<CallReply>, wanted: u64) -> Option<CallReply> {
+    /// A reply that nothing waits for.
+    fn take_late(&mut self, (number, reply): Numbered<CallReply>) {
+        if let (true, CallReply::Window(window)) = (number > self.replied, &reply) {
+            self.late.push(*window);
+        }
         self.replied = self.replied.max(number);
-        if number == wanted {
-            return Some(reply);
-        }
-        if let CallReply::Window(window) = reply {
-            // Its call has been given up.
+    }
+
+    /// Gives back the windows of calls that were given up.
+    fn give_back(&mut self) -> Result<(), ChannelError> {
+        while let Some(window) = self.late.pop() {
             self.sent += 1;
-            // If this fails, the broker takes it back at the end of the lease.
-            let _ = self.channel.try_send(&(self.sent, Call::GiveBackWindow(window)), &[]);
+            let call = (self.sent, Call::GiveBackWindow(window));
+            self.channel.send(&call, &[], CALL_TIMEOUT)?;
         }
-        None
+        Ok(())
     }
 }
 
@@ -522,7 +536,7 @@ impl Home for InWorker {
     }
 
     fn released(&self, _generation: Generation, how: Release) {
-        self.calls.tell(Call::Released(how));
+        self.calls.released(how);
     }
 
     fn begins(&self) {

@@ -144,6 +144,8 @@ impl Packets {
             ) {
                 Ok(received) => break received,
                 Err(Errno::INTR) => continue,
+                // Once, if the peer has closed it without having read everything: what it sent follows.
+                Err(Errno::CONNRESET) => continue,
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(errno) => return Err(errno.into()),
             }
