@@ -101,9 +101,7 @@ pub(crate) fn worker() -> anyhow::Result<()> {
 pub(crate) fn keeper() -> anyhow::Result<()> {
     close_inherited()?;
     signals::ignore()?;
-    Ok(run_keeper(
-        std::io::stdin().as_fd().try_clone_to_owned()?,
-    )?)
+    Ok(run_keeper(std::io::stdin().as_fd().try_clone_to_owned()?)?)
 }
 
 /// Adds devices to a running lender, or removes them.

@@ -169,7 +169,11 @@ impl Lender {
         let of_device = |pid: &i32| {
             let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline"));
             let words = ["lease-worker", device];
-            arguments.is_ok_and(|it| words.iter().all(|word| it.split('\0').any(|it| it == *word)))
+            arguments.is_ok_and(|it| {
+                words
+                    .iter()
+                    .all(|word| it.split('\0').any(|it| it == *word))
+            })
         };
         let found = self.children().into_iter().find(of_device);
         Pid::from_raw(found.expect("a worker")).expect("a number")
@@ -448,8 +452,8 @@ fn a_guest_that_floods_its_log_does_not_hold_itself_up_without_a_lender() {
 fn what_is_no_keeper_holds_no_lender_up() {
     let host = Host::new();
     fs::create_dir(host.keeper()).expect("a directory");
-    let _impostor =
-        OwnedListener::bind(&host.keeper().join("socket"), SocketKind::SeqPacket, 4).expect("a path");
+    let _impostor = OwnedListener::bind(&host.keeper().join("socket"), SocketKind::SeqPacket, 4)
+        .expect("a path");
     let lender = host.lend();
     let log = lender.log();
     assert!(log.contains("no lease is adopted"), "{log}");
@@ -464,8 +468,8 @@ fn what_is_no_keeper_holds_no_lender_up() {
 fn the_leases_of_another_version_end_before_devices_are_opened() {
     let host = Host::new();
     fs::create_dir(host.keeper()).expect("a directory");
-    let keeper =
-        OwnedListener::bind(&host.keeper().join("socket"), SocketKind::SeqPacket, 4).expect("a path");
+    let keeper = OwnedListener::bind(&host.keeper().join("socket"), SocketKind::SeqPacket, 4)
+        .expect("a path");
     let other = std::thread::spawn(move || {
         let deadline = Instant::now() + DEADLINE;
         let socket = loop {
@@ -476,7 +480,9 @@ fn the_leases_of_another_version_end_before_devices_are_opened() {
             std::thread::sleep(Duration::from_millis(5));
         };
         let mut lender = Channel::from_socket(socket);
-        lender.send(&(999u32, false), &[], DEADLINE).expect("a lender");
+        lender
+            .send(&(999u32, false), &[], DEADLINE)
+            .expect("a lender");
         // The first message of all versions.
         let (end, _) = lender.receive::<u32>(DEADLINE).expect("a message");
         assert_eq!(end, 0);
@@ -484,7 +490,10 @@ fn the_leases_of_another_version_end_before_devices_are_opened() {
     let lender = host.lend();
     other.join().expect("no panic");
     let log = lender.log();
-    assert!(log.contains("its version keeps them in format 999"), "{log}");
+    assert!(
+        log.contains("its version keeps them in format 999"),
+        "{log}"
+    );
     host.borrow("dma0", "web1");
 }
 

@@ -36,9 +36,9 @@ impl Lut {
     /// Takes the run of `entries` from `first`, if it is free.
     pub(crate) fn take_at(&mut self, first: u32, entries: u32, bytes: u64) -> bool {
         let end = u64::from(first) + u64::from(entries);
-        let free = self.free_runs().any(|(at, len)| {
-            entries > 0 && at <= first && end <= u64::from(at) + u64::from(len)
-        });
+        let free = self
+            .free_runs()
+            .any(|(at, len)| entries > 0 && at <= first && end <= u64::from(at) + u64::from(len));
         if free {
             self.taken.insert(first, Taken { entries, bytes });
         }

@@ -283,7 +283,6 @@ impl Keeper {
     }
 }
 
-
 fn remove(path: &Path) {
     // Fails if another lender has replaced it.
     let _ = fs::remove_file(path);

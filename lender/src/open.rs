@@ -106,7 +106,11 @@ pub(crate) fn open(
     }
     if let Some(workers) = workers {
         for lease in adopted {
-            lease.end(&workers.keeper, None, "the device is not configured any more");
+            lease.end(
+                &workers.keeper,
+                None,
+                "the device is not configured any more",
+            );
         }
     }
     let mut ids = BTreeSet::new();

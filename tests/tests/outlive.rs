@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_devices::dma_test::{Command, control, reg, status};
 use farside_scripted_vmm::{
     device::Device,
     machine::Machine,
@@ -419,4 +420,81 @@ fn a_lender_that_is_killed_alone_costs_no_pause() {
 #[test]
 fn a_lender_that_is_upgraded_costs_no_pause() {
     end_lender(Doorbells::Buffer, Signal::USR1, 5);
+}
+
+/// A DMA test device that writes to RAM and raises interrupts all the time.
+#[test]
+fn a_dma_test_device_goes_on_while_its_lender_is_killed() {
+    const VECTOR: u16 = 1;
+    const BYTES: u64 = 64 << 10;
+    let cluster = Cluster::new().unwrap();
+    let mut lender = cluster.lend(&["--dma-test", "dma0"]).unwrap();
+    let _backend = cluster.serve("a", &["dma0"]).start().unwrap();
+    let socket = cluster.directory().join("vm/a/dma0.sock");
+    let mut device = Device::connect(&socket, TIMEOUT).unwrap();
+    let ram = Ram::new(Layout::new(64 * MIB, None, false).unwrap()).unwrap();
+    for block in ram.layout().blocks() {
+        device.map(&ram, block).unwrap();
+    }
+    device.reset().unwrap();
+    pci::place_bars(&mut device).unwrap();
+    pci::set_command(&mut device, pci::MEMORY | pci::BUS_MASTER).unwrap();
+    let mut vectors = Vectors::new(device.vectors()).unwrap();
+    device.enable_vectors(&vectors).unwrap();
+    pci::enable_msix(&mut device, true).unwrap();
+    let mut fill = |pattern: u32| {
+        let began = Instant::now();
+        for (at, value) in [
+            (reg::CONTROL, control::INTERRUPT_WHEN_DONE),
+            (reg::VECTOR, VECTOR.into()),
+            (reg::DST, DRIVER_RAM.end as u32),
+            (reg::DST + 4, 0),
+            (reg::LENGTH, BYTES as u32),
+            (reg::PATTERN, pattern),
+            (reg::COMMAND, Command::Fill as u32),
+        ] {
+            device.store(0, at, value).unwrap();
+        }
+        let raised = vectors.wait(VECTOR, Instant::now() + TIMEOUT).unwrap();
+        assert_eq!(raised, 1, "interrupts of command {pattern}");
+        assert_eq!(device.load(0, reg::STATUS).unwrap() & status::FAULT, 0);
+        assert_eq!(device.load(0, reg::MOVED).unwrap(), BYTES as u32);
+        let took = began.elapsed();
+        let mut data = vec![0; BYTES as usize];
+        ram.read(DRIVER_RAM.end, &mut data).unwrap();
+        assert!(data.chunks(4).all(|word| word == pattern.to_le_bytes()));
+        took
+    };
+    let (mut pattern, mut longest) = (0, [Duration::ZERO; 2]);
+    let mut run_for = |time: Duration, longest: &mut Duration| {
+        let began = Instant::now();
+        while began.elapsed() < time {
+            pattern += 1;
+            *longest = fill(pattern).max(*longest);
+        }
+    };
+    let long = Duration::from_secs(1);
+    run_for(long, &mut longest[0]);
+    for _ in 0..20 {
+        lender.kill().unwrap();
+        run_for(long / 20, &mut longest[1]);
+        let over = AtomicBool::new(false);
+        lender = std::thread::scope(|scope| {
+            let started = scope.spawn(|| {
+                let lender = cluster.lend(&["--dma-test", "dma0"]).unwrap();
+                over.store(true, Ordering::Release);
+                lender
+            });
+            while !(over.load(Ordering::Acquire) || started.is_finished()) {
+                run_for(Duration::ZERO + long / 100, &mut longest[1]);
+            }
+            started.join().unwrap()
+        });
+        let lent = cluster.status().unwrap().lent("dma0").unwrap();
+        assert_eq!(lent.borrowed_by.as_deref(), Some("a"));
+    }
+    println!(
+        "DMA test device: {pattern} commands; longest without a kill {:.1?}, with 20 kills {:.1?}",
+        longest[0], longest[1]
+    );
 }

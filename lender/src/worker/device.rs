@@ -17,8 +17,8 @@ use farside_daemon::{DeviceId, VmName, cgroup};
 use farside_devices::{Device, dma_test, nvme};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
-    BarOwner, Channel, ChannelError, Described, DeviceEntry, Generation, MediumLease, RamRange, RemoteError,
-    Reply, STATE_PAGE, Secret, Transport,
+    BarOwner, Channel, ChannelError, Described, DeviceEntry, Generation, MediumLease, RamRange,
+    RemoteError, Reply, STATE_PAGE, Secret, Transport,
 };
 use farside_medium::Secrets;
 use farside_vfio::SecondHandle;
@@ -279,7 +279,16 @@ impl WorkerDevice {
             }
             _ => None,
         };
-        let record = model.map(|model| self.keep(&worker.worker, &borrower, &lease.vm, lease.generation, model, kept));
+        let record = model.map(|model| {
+            self.keep(
+                &worker.worker,
+                &borrower,
+                &lease.vm,
+                lease.generation,
+                model,
+                kept,
+            )
+        });
         let start = Order::Start(Box::new(Start {
             entry,
             device: served,

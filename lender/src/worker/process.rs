@@ -216,7 +216,11 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         .map_err(|_| io::Error::other("its thread has panicked"))?;
     if let Some(report) = report {
         // Fails if the broker is gone.
-        let _ = orders.send(&(number, Answer::Ended(Box::new(report))), &[], CALL_TIMEOUT);
+        let _ = orders.send(
+            &(number, Answer::Ended(Box::new(report))),
+            &[],
+            CALL_TIMEOUT,
+        );
     }
     Ok(())
 }
@@ -434,8 +438,7 @@ impl Broker {
             return Err(ChannelError::TimedOut(Duration::ZERO));
         }
         self.sent += 1;
-        self.channel
-            .send(&(self.sent, call), &[], CALL_TIMEOUT)?;
+        self.channel.send(&(self.sent, call), &[], CALL_TIMEOUT)?;
         self.give_back()
     }
 

@@ -13,8 +13,11 @@ use farside_lender_protocol::{Channel, DeviceEntry, Secret, Transport};
 
 use super::*;
 use crate::{
-    config::Model, device_loop::Home, registry::RequestQueue, tokens::RegisterTokens,
+    config::Model,
+    device_loop::Home,
     keeper::Keeper,
+    registry::RequestQueue,
+    tokens::RegisterTokens,
     worker::{Program, Workers},
 };
 
