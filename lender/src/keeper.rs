@@ -205,6 +205,15 @@ impl Keeper {
         }
     }
 
+    /// Replaces a lease and its descriptors, all of which the next broker needs.
+    pub(crate) fn replace(&self, id: u64, lease: &impl Serialize, fds: &[BorrowedFd<'_>]) {
+        self.send(&mut self.lock(), lease, fds, |lease| ToKeeper::Keep {
+            id,
+            lease,
+            with_worker: 0,
+        });
+    }
+
     /// Replaces what is known of a lease.
     pub(crate) fn update(&self, id: u64, lease: &impl Serialize) {
         self.send(&mut self.lock(), lease, &[], |lease| ToKeeper::Update {

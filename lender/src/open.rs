@@ -15,7 +15,7 @@ use crate::{
     model::ModelDevice,
     server::StartError,
     vfio::{self, FaultWatch, VfioDevice},
-    worker::{Adopted, WorkerDevice, Workers},
+    worker::{ANOTHER_KIND, Adopted, WorkerDevice, Workers},
 };
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
@@ -56,9 +56,7 @@ pub(crate) fn open(
     let mut devices: Vec<OpenedDevice> = Vec::new();
     for device in &config.device {
         if let Source::Model(model) = &device.source {
-            let mut leases = adopted.iter();
-            let lease = leases.position(|it| it.lease.device == device.id);
-            let lease = lease.map(|n| adopted.swap_remove(n));
+            let lease = take(&mut adopted, &device.id);
             let model = open_model(&device.id, model, adapter, workers, lease);
             devices.push(OpenedDevice {
                 id: device.id.clone(),
@@ -79,12 +77,22 @@ pub(crate) fn open(
         fault_reader = reader;
         for found in found {
             let (id, borrowers) = (found.id.clone(), found.borrowers.clone());
+            let lease = take(&mut adopted, &id);
+            let known = lease.as_ref().and_then(|it| it.function(found.bdf, api));
+            let lease = match (lease, &known, workers) {
+                (Some(lease), None, Some(workers)) => {
+                    lease.end(&workers.keeper, None, ANOTHER_KIND);
+                    None
+                }
+                (lease, ..) => lease,
+            };
             let device = VfioDevice::open(
                 found,
                 api,
                 ntb.as_ref().map(|ntb| ntb.adapter().clone()),
                 Arc::clone(&watch),
                 stop.clone(),
+                known,
             );
             let device = device.map_err(|source| StartError::Device {
                 id: id.clone(),
@@ -92,7 +100,7 @@ pub(crate) fn open(
             })?;
             let device = match workers {
                 Some(workers) if SecondHandle::can_take_down(api) => {
-                    let device = WorkerDevice::function(&id, device, workers.clone());
+                    let device = WorkerDevice::function(&id, device, workers.clone(), lease);
                     Lendable::InWorker(Box::new(device))
                 }
                 _ => Lendable::Here(Box::new(device)),
@@ -131,6 +139,12 @@ pub(crate) fn open(
         ntb,
         vfs,
     })
+}
+
+/// Takes the lease of a device.
+fn take(adopted: &mut Vec<Adopted>, id: &DeviceId) -> Option<Adopted> {
+    let found = adopted.iter().position(|it| it.lease.device == *id);
+    found.map(|n| adopted.swap_remove(n))
 }
 
 /// Opens a software model.

@@ -43,6 +43,7 @@ use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, Transp
 use farside_ntb::Adapter;
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
+use serde::{Deserialize, Serialize};
 
 use crate::{
     refusals::{invalid, limit, unsupported},
@@ -67,12 +68,8 @@ pub(crate) struct VfioDevice(Arc<Bound>);
 struct Bound {
     _binding: Binding,
     id: DeviceId,
-    bdf: Bdf,
-    api: Api,
     host: HostPci,
-    described: Described,
-    usable: UsableIova,
-    can_reset: bool,
+    probed: Probed,
     /// The function's DMA address width, if its native driver has set it in the kernel.
     address_bits: Option<u32>,
     allow_dirty: bool,
@@ -80,6 +77,23 @@ struct Bound {
     watch: Arc<FaultWatch>,
     stop: Wakeup,
     history: Mutex<History>,
+}
+
+/// A function, as it was found when it was not open.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Probed {
+    bdf: Bdf,
+    api: Api,
+    described: Described,
+    usable: UsableIova,
+    can_reset: bool,
+}
+
+impl Probed {
+    /// Whether it is this function.
+    pub(crate) fn is(&self, bdf: Bdf, api: Api) -> bool {
+        (self.bdf, self.api) == (bdf, api)
+    }
 }
 
 /// The leases of a function so far.
@@ -93,13 +107,14 @@ struct History {
 }
 
 impl VfioDevice {
-    /// Probes a function that is bound to vfio-pci.
+    /// Probes a function that is bound to vfio-pci, unless a worker has it open, which is `known`.
     pub(crate) fn open(
         found: Found,
         api: Api,
         ntb: Option<Adapter>,
         watch: Arc<FaultWatch>,
         stop: Wakeup,
+        known: Option<Probed>,
     ) -> Result<Self, VfioError> {
         let Found {
             id,
@@ -109,7 +124,7 @@ impl VfioDevice {
             host,
             ..
         } = found;
-        let (described, usable, can_reset) = match look_at(api, bdf) {
+        let probed = match known.map_or_else(|| look_at(api, bdf), Ok) {
             Ok(found) => found,
             Err(error) => {
                 if matches!(error, VfioError::Busy { .. }) {
@@ -120,7 +135,7 @@ impl VfioDevice {
                 return Err(error);
             }
         };
-        if !can_reset && !allow_dirty {
+        if !probed.can_reset && !allow_dirty {
             log::warn!(
                 "device {id} ({bdf}) cannot be reset: it is lent to one VM only, unless it is lent with allow-dirty"
             );
@@ -134,12 +149,8 @@ impl VfioDevice {
                 faults: Arc::new(FaultLog::new(&*id)),
             }),
             id,
-            bdf,
-            api,
+            probed,
             host,
-            described,
-            usable,
-            can_reset,
             allow_dirty,
             ntb,
             watch,
@@ -150,10 +161,15 @@ impl VfioDevice {
     /// What a worker needs to open it.
     pub(crate) fn config(&self) -> FunctionConfig {
         FunctionConfig {
-            bdf: self.0.bdf,
-            api: self.0.api,
+            bdf: self.0.probed.bdf,
+            api: self.0.probed.api,
             last_vm: self.history().last_vm.clone(),
         }
+    }
+
+    /// What the next lender needs, which cannot probe it while it is open.
+    pub(crate) fn probed(&self) -> &Probed {
+        &self.0.probed
     }
 
     /// Refuses to lend it with another VM's state.
@@ -162,7 +178,7 @@ impl VfioDevice {
             Some(vm) if !self.0.allow_dirty => Err(invalid(format!(
                 "device {} ({}) cannot be reset, and VM {vm} has used it: what that left in it \
                  would be the next VM's to find; power-cycle it, or lend it with allow-dirty",
-                self.0.id, self.0.bdf
+                self.0.id, self.0.probed.bdf
             ))),
             _ => Ok(()),
         }
@@ -184,8 +200,8 @@ impl VfioDevice {
     pub(crate) fn begun(&self, vm: &VmName) {
         let mut history = self.history();
         history.faults = Arc::new(FaultLog::new(&*self.0.id));
-        self.0.watch.watch(self.0.bdf, &history.faults);
-        if !self.0.can_reset {
+        self.0.watch.watch(self.0.probed.bdf, &history.faults);
+        if !self.0.probed.can_reset {
             history.left_dirty_by = Some(vm.clone());
         }
     }
@@ -199,7 +215,7 @@ impl VfioDevice {
                 error = Chain(&error)
             );
         }
-        self.0.watch.forget(self.0.bdf);
+        self.0.watch.forget(self.0.probed.bdf);
         self.history().last_vm = Some(vm);
     }
 
@@ -227,7 +243,7 @@ impl Available for VfioDevice {
     }
 
     fn described(&self) -> &Described {
-        &self.0.described
+        &self.0.probed.described
     }
 
     fn check(
@@ -241,10 +257,11 @@ impl Available for VfioDevice {
         let named = |error: &dyn std::fmt::Display| {
             limit(format_args!(
                 "device {} ({}): {error}",
-                self.0.id, self.0.bdf
+                self.0.id, self.0.probed.bdf
             ))
         };
         self.0
+            .probed
             .usable
             .check(&ranges)
             .map_err(|error| named(&Chain(&error)))?;
@@ -274,7 +291,7 @@ impl Available for VfioDevice {
 
     fn report(&self) -> Report {
         Report {
-            interrupts: irqs::counts(&self.0.host, self.0.bdf),
+            interrupts: irqs::counts(&self.0.host, self.0.probed.bdf),
             faults: self.history().faults.summary(),
             ..Report::default()
         }
@@ -292,10 +309,10 @@ impl DeviceSource for VfioDevice {
         let opened = self.check_lease(&memory.bars).and_then(|()| {
             let function = open_clean(&bound.id, &self.config(), &bound.stop)?;
             match transport {
-                Transport::SharedMemory => Opened::local(&bound.described, function),
+                Transport::SharedMemory => Opened::local(&bound.probed.described, function),
                 Transport::Ntb => {
                     let adapter = adapter(bound.ntb.as_ref())?;
-                    Opened::across(adapter, &bound.id, vm, &bound.described, function)
+                    Opened::across(adapter, &bound.id, vm, &bound.probed.described, function)
                 }
                 Transport::Network => Err(unsupported(NO_NETWORK)),
             }
@@ -329,11 +346,16 @@ impl Owner for VfioDevice {
 
 /// Opens a function to read its description, its usable IOVA ranges and whether it can be reset,
 /// and closes it again.
-fn look_at(api: Api, bdf: Bdf) -> Result<(Described, UsableIova, bool), VfioError> {
+fn look_at(api: Api, bdf: Bdf) -> Result<Probed, VfioError> {
     let domain = Domain::new(api)?;
     let function = domain.open(bdf)?;
-    let described = describe(&function)?;
-    let found = (described, domain.usable_iova()?, function.can_reset());
+    let found = Probed {
+        bdf,
+        api,
+        described: describe(&function)?,
+        usable: domain.usable_iova()?,
+        can_reset: function.can_reset(),
+    };
     function.close()?;
     Ok(found)
 }

@@ -27,7 +27,7 @@ mod text;
 
 pub use device::Program;
 pub(crate) use device::{Borrower, Worker, WorkerDevice, Workers};
-pub(crate) use kept::{Adopted, OpenWindow, Record};
+pub(crate) use kept::{ANOTHER_KIND, Adopted, OpenWindow, Record};
 pub(crate) use messages::{Answer, Call, CallReply, Numbered, Order};
 pub use process::{WorkerError, run};
 pub(crate) use text::{LogReader, printable, printable_error};

@@ -1,6 +1,7 @@
 //! The capabilities of an IOMMU domain: usable IOVA, page sizes, mappings left.
 
 use farside_fabric::{FabricError, Iova, PAGE_SIZE};
+use serde::{Deserialize, Serialize};
 use vfio_bindings::bindings::vfio::{
     VFIO_IOMMU_INFO_CAPS, VFIO_IOMMU_INFO_PGSIZES, VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE,
 };
@@ -13,7 +14,7 @@ const CAP_DMA_AVAIL: u32 = 3;
 /// Ranges of IOVA that devices of a domain may use, as (first, last),
 /// ascending. What lies between them is reserved, such as the MSI window, or
 /// beyond what the IOMMU translates.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UsableIova(Vec<(u64, u64)>);
 
 impl UsableIova {

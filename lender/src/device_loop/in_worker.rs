@@ -85,7 +85,7 @@ impl WorkerDevice {
     }
 
     /// Serves on a lease of the former broker, until its worker is gone. Returns as [`WorkerDevice::serve`].
-    pub(super) fn resume(&mut self, owner: &mut DeviceLoop, adopted: Adopted) -> bool {
+    pub(super) fn resume(&mut self, owner: &mut DeviceLoop, mut adopted: Adopted) -> bool {
         let of = (adopted.lease.vm.clone(), adopted.lease.generation);
         let line = format!(
             "device {}: its lease goes on (VM {}, generation {}, worker process {})",
@@ -97,6 +97,10 @@ impl WorkerDevice {
         let borrower = connection.map(|it| Borrower::Asking(Channel::from_socket(it)));
         let requester = adopted.requester;
         let chain = adopted.lease.chain;
+        let handle = adopted.handle.take();
+        if handle.is_some() {
+            self.opened(&of.0);
+        }
         let (mut worker, record) = self.adopt(adopted);
         // If this fails, it has ended.
         let _ = worker.calls.send(&(0, CallReply::Again), &[], SEND_TIMEOUT);
@@ -104,6 +108,7 @@ impl WorkerDevice {
         lease.chain = chain.map(|(secret, goes_on)| GrantedChain { secret, goes_on });
         lease.begun = true;
         lease.requester = requester;
+        lease.function = handle.map(|(parts, fds)| SecondHandle::new(parts, fds));
         lease.orders = record.lease.first_order;
         lease.windows.clone_from(&record.lease.windows);
         lease.record = Some(record);
@@ -346,6 +351,10 @@ impl<'a> WorkerLease<'a> {
                         && !self.stopped
                         && self.device.opened(&self.vm) =>
                 {
+                    if let Some(record) = &mut self.record {
+                        let connection = self.connection.as_ref().map(AsFd::as_fd);
+                        record.opened(&self.worker, connection, &parts, &fds);
+                    }
                     self.function = Some(SecondHandle::new(parts, fds));
                     CallReply::Done
                 }

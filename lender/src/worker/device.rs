@@ -28,7 +28,7 @@ use rustix::{
 };
 
 use super::{
-    kept::{Adopted, KeptLease, Record, descriptors, wait},
+    kept::{Adopted, KeptDevice, KeptLease, Record, descriptors, wait},
     messages::{Model, Order, Served, ServedMedium, Start},
 };
 use crate::{
@@ -144,22 +144,24 @@ impl WorkerDevice {
             described,
             adapter,
         }));
-        Ok(Self {
-            adopted,
-            ..Self::new(id, device, workers)
-        })
+        Ok(Self::new(id, device, workers, adopted))
     }
 
-    /// A function of this host.
-    pub(crate) fn function(id: &DeviceId, function: VfioDevice, workers: Workers) -> Self {
-        Self::new(id, Kind::Function(function), workers)
+    /// A function of this host, with its lease of the former broker.
+    pub(crate) fn function(
+        id: &DeviceId,
+        function: VfioDevice,
+        workers: Workers,
+        adopted: Option<Adopted>,
+    ) -> Self {
+        Self::new(id, Kind::Function(function), workers, adopted)
     }
 
-    fn new(id: &DeviceId, device: Kind, workers: Workers) -> Self {
+    fn new(id: &DeviceId, device: Kind, workers: Workers, adopted: Option<Adopted>) -> Self {
         Self {
             id: id.to_owned(),
             workers,
-            adopted: None,
+            adopted,
             device,
             last: Report::default(),
         }
@@ -272,23 +274,18 @@ impl WorkerDevice {
             (borrower, Ok(served)) => (borrower, served),
             (borrower, Err(error)) => return Err((borrower.channel(), error)),
         };
-        // One of a function ends with this process, as does one over the network or an NTB.
-        let model = match &served {
-            Served::Model { model, .. } if lease.transport == Transport::SharedMemory => {
-                Some(model.clone())
+        // Leases over the network or an NTB end with this process.
+        let device = match (&served, &self.device) {
+            _ if lease.transport != Transport::SharedMemory => None,
+            (Served::Model { model, .. }, _) => Some(KeptDevice::Model(model.clone())),
+            (Served::Function(_), Kind::Function(function)) => {
+                let probed = Box::new(function.probed().clone());
+                Some(KeptDevice::Function(probed, None))
             }
             _ => None,
         };
-        let record = model.map(|model| {
-            self.keep(
-                &worker.worker,
-                &borrower,
-                &lease.vm,
-                lease.generation,
-                model,
-                kept,
-            )
-        });
+        let of = (&lease.vm, lease.generation);
+        let record = device.map(|device| self.keep(&worker.worker, &borrower, of, device, kept));
         let start = Order::Start(Box::new(Start {
             entry,
             device: served,
@@ -319,9 +316,8 @@ impl WorkerDevice {
         &self,
         worker: &Worker,
         borrower: &Borrower,
-        vm: &VmName,
-        generation: Generation,
-        model: Model,
+        (vm, generation): (&VmName, Generation),
+        served: KeptDevice,
         chain: Option<GrantedChain>,
     ) -> Record {
         let kept = KeptLease {
@@ -332,7 +328,7 @@ impl WorkerDevice {
             chain: chain.map(|chain| (chain.secret, chain.goes_on)),
             pid: worker.pid(),
             group: worker.group.as_ref().map(|group| group.path().to_owned()),
-            model,
+            served,
             first_order: 1,
             requester: false,
             windows: Vec::new(),
@@ -488,6 +484,15 @@ impl WorkerDevice {
         match &self.device {
             Kind::Model(model) => model.image.as_ref().map(|image| &image.file),
             Kind::Function(_) => None,
+        }
+    }
+}
+
+impl Drop for WorkerDevice {
+    fn drop(&mut self) {
+        if let (Some(_), Kind::Function(function)) = (&self.adopted, &self.device) {
+            // The lender does not start. Unbinding the function would wait for its worker.
+            std::mem::forget(function.clone());
         }
     }
 }

@@ -16,6 +16,8 @@ use farside_daemon::{DeviceId, VmName, cgroup};
 use farside_devices::nvme;
 use farside_fabric::{LutRange, PeerAddress, soft::AdapterTables};
 use farside_lender_protocol::{Channel, Generation, Identity, Secret};
+use farside_pci::Bdf;
+use farside_vfio::{Api, HandleParts, SecondHandle};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Signal, pidfd_send_signal},
@@ -29,10 +31,14 @@ use super::{
 use crate::{
     config,
     keeper::{Found, Keeper},
+    vfio::Probed,
 };
 
 /// Timeout for a worker to end that is not adopted; then it is killed.
 const END_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// Why a lease does not go on.
+pub(crate) const ANOTHER_KIND: &str = "it is another device now";
 
 /// Orders of a broker are numbered above those of the former one, which were fewer.
 const ORDERS: u64 = 1 << 32;
@@ -48,7 +54,7 @@ pub(crate) struct KeptLease {
     pub(crate) chain: Option<(Secret, bool)>,
     pub(crate) pid: u32,
     pub(crate) group: Option<PathBuf>,
-    pub(crate) model: Model,
+    pub(crate) served: KeptDevice,
     /// The number of the broker's first order.
     pub(crate) first_order: u64,
     /// It has a requester entry of the adapter.
@@ -56,6 +62,14 @@ pub(crate) struct KeptLease {
     pub(crate) windows: Vec<OpenWindow>,
     /// The last reply to a call that changed something, and its number.
     pub(crate) replied: Option<Numbered<CallReply>>,
+}
+
+/// What a worker serves.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum KeptDevice {
+    Model(Model),
+    /// A function, and the broker's handle on it once the worker has opened it.
+    Function(Box<Probed>, Option<HandleParts>),
 }
 
 /// A window of the adapter that a worker has.
@@ -78,7 +92,11 @@ pub(crate) struct Adopted {
     pub(crate) log: OwnedFd,
     /// The borrower's, unless the worker has ended without a broker.
     pub(crate) connection: Option<OwnedFd>,
+    /// Of a model with a medium, unless its worker has ended.
     image: Option<File>,
+    /// The broker's handle on the function. (A [`SecondHandle`] takes that down when it is dropped, as when
+    /// this lender does not start.)
+    pub(crate) handle: Option<(HandleParts, [OwnedFd; 2])>,
 }
 
 impl Adopted {
@@ -105,16 +123,27 @@ impl Adopted {
     fn from_found(found: Found) -> Option<Self> {
         let lease: KeptLease = serde_json::from_slice(&found.lease).ok()?;
         let mut fds = found.fds.into_iter();
+        let (pidfd, orders) = (fds.next()?, fds.next()?);
+        let (calls, log, connection) = (fds.next()?, fds.next()?, fds.next());
+        let (image, handle) = match &lease.served {
+            KeptDevice::Model(_) => (fds.next().map(File::from), None),
+            KeptDevice::Function(_, None) => (None, None),
+            KeptDevice::Function(_, Some(parts)) => {
+                let fds = [fds.next()?, fds.next()?];
+                (None, Some((parts.clone(), fds)))
+            }
+        };
         Some(Self {
             number: found.id,
             lease,
             requester: None,
-            pidfd: fds.next()?,
-            orders: fds.next()?,
-            calls: fds.next()?,
-            log: fds.next()?,
-            connection: fds.next(),
-            image: fds.next().map(File::from),
+            pidfd,
+            orders,
+            calls,
+            log,
+            connection,
+            image,
+            handle,
         })
     }
 
@@ -127,7 +156,10 @@ impl Adopted {
             // It has ended.
             return Ok(None);
         }
-        match (config, &self.lease.model, &self.image) {
+        let KeptDevice::Model(model) = &self.lease.served else {
+            return Err(ANOTHER_KIND.into());
+        };
+        match (config, model, &self.image) {
             (config::Model::DmaTest(_), Model::DmaTest, None) => Ok(None),
             (
                 config::Model::Nvme(now),
@@ -151,7 +183,15 @@ impl Adopted {
                     punches_holes: *punches_holes,
                 }))
             }
-            _ => Err("it is another kind of device now".into()),
+            _ => Err(ANOTHER_KIND.into()),
+        }
+    }
+
+    /// The function, if the worker has this one open.
+    pub(crate) fn function(&self, bdf: Bdf, api: Api) -> Option<Probed> {
+        match &self.lease.served {
+            KeptDevice::Function(probed, _) if probed.is(bdf, api) => Some((**probed).clone()),
+            _ => None,
         }
     }
 
@@ -217,6 +257,10 @@ impl Adopted {
         if !wait(&self.pidfd, Some(END_TIMEOUT)) {
             log::error!("device {device}: its worker process {pid} does not end");
         }
+        drop(
+            self.handle
+                .map(|(parts, fds)| SecondHandle::new(parts, fds)),
+        );
         if let (Some(tables), Some(entry)) = (tables, self.requester) {
             for window in windows {
                 tables.give_back_window(entry, window.range);
@@ -247,6 +291,24 @@ impl Record {
     pub(crate) fn update(&self) {
         if let Some(number) = self.number {
             self.keeper.update(number, &self.lease);
+        }
+    }
+
+    /// The worker has opened its function. From now on a broker is needed for the end of its DMA.
+    pub(crate) fn opened(
+        &mut self,
+        worker: &Worker,
+        connection: Option<BorrowedFd<'_>>,
+        parts: &HandleParts,
+        handle: &[OwnedFd; 2],
+    ) {
+        if let KeptDevice::Function(_, handle) = &mut self.lease.served {
+            *handle = Some(parts.clone());
+        }
+        if let (Some(number), Some(connection)) = (self.number, connection) {
+            let (mut fds, _) = descriptors(worker, connection, None);
+            fds.extend(handle.iter().map(AsFd::as_fd));
+            self.keeper.replace(number, &self.lease, &fds);
         }
     }
 

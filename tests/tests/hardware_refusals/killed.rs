@@ -85,24 +85,53 @@ fn all_is_well(host: &Host) -> Result<()> {
     Ok(())
 }
 
-pub fn a_killed_lender_leaves_a_device_that_the_next_can_lend(host: &Host) -> Result<()> {
+/// Waits for more interrupts of the device.
+fn goes_on(host: &Host) -> Result<()> {
+    let done = interrupts(host)?;
+    host.wait_for(&format!("[ $({INTERRUPTS}) -gt {} ]", done + 20))
+}
+
+/// The worker of the device. The expression does not match this command.
+const WORKER: &str = "$(grep -l leas[e]-worker /proc/[0-9]*/cmdline | cut -d/ -f3)";
+
+pub fn a_killed_lender_does_not_stop_its_function(host: &Host) -> Result<()> {
+    let mut busy = Busy::new(host)?;
+    let worker = host.exec_ok(&format!("echo {WORKER}"), SHORT)?;
+    for _ in 0..3 {
+        busy.lender.kill()?;
+        goes_on(host)?;
+        ensure!(mapped(host)? > 0, "nothing is mapped for the device");
+        busy.lender = host.lend(HERE, &format!("--vfio disk0={DRIVE}"))?;
+        goes_on(host)?;
+        ensure!(host.exec_ok(&format!("echo {WORKER}"), SHORT)? == worker);
+    }
+    busy.vmm.kill()?;
+    host.wait_free()?;
+    ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
+    busy.backend.stop()?;
+    busy.lender.stop()?;
+    all_is_well(host)
+}
+
+pub fn a_worker_that_is_killed_without_a_lender_is_taken_down_by_the_next(
+    host: &Host,
+) -> Result<()> {
     let busy = Busy::new(host)?;
     busy.lender.kill()?;
-    // The VMM holds a descriptor of the device, and so its domain, until the backend ends;
-    // the device can access only its guest's RAM.
-    busy.backend.wait_log("lender")?;
+    host.exec_ok(&format!("kill -KILL {WORKER}"), SHORT)?;
+    // The VMM holds a descriptor of the device, and with it the domain.
+    let lender = host.lend(HERE, &format!("--vfio disk0={DRIVE}"))?;
+    host.wait_free()?;
+    ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
     busy.vmm.kill()?;
     busy.backend.stop()?;
+    lender.stop()?;
     all_is_well(host)
 }
 
 pub fn a_killed_worker_leaves_no_mapping_to_the_vmm_that_lives(host: &Host) -> Result<()> {
     let busy = Busy::new(host)?;
-    // The expression does not match this command.
-    host.exec_ok(
-        "kill -KILL $(grep -l leas[e]-worker /proc/[0-9]*/cmdline | cut -d/ -f3)",
-        SHORT,
-    )?;
+    host.exec_ok(&format!("kill -KILL {WORKER}"), SHORT)?;
     // The VMM holds a descriptor of the device, and with it the domain.
     host.wait_free()?;
     ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
