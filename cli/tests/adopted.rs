@@ -243,7 +243,7 @@ fn assert_closed(lease: &mut Lease) {
 fn open_window(client: &mut Client, at: u64) -> u64 {
     let taken = client.open_window(
         Iova::new(at * WINDOW),
-        PeerAddress::new(1 << 40 | at * WINDOW),
+        PeerAddress::new((1 << 40) + at * WINDOW),
         WINDOW,
     );
     u64::from(taken.expect("room"))

@@ -1,6 +1,7 @@
 //! A background process, with its log.
 
 use std::{
+    fs,
     io::{BufRead, BufReader, Read, pipe},
     os::unix::process::ExitStatusExt,
     process::{Command, ExitStatus, Stdio},
@@ -10,7 +11,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use farside_testbed::Process;
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
 /// The output of a process so far. Outlives the process.
 #[derive(Clone, Default)]
@@ -160,6 +161,25 @@ impl Daemon {
             bail!("{} had ended already: {status}", self.name);
         }
         Ok(())
+    }
+
+    /// SIGKILL for its child processes, and then for it, as a service manager sends it.
+    pub fn kill_all(&mut self) -> Result<()> {
+        for child in self.children() {
+            // It may have ended.
+            let _ = kill_process(child, Signal::KILL);
+        }
+        self.kill()
+    }
+
+    /// The child processes of all its threads.
+    pub fn children(&self) -> Vec<Pid> {
+        let threads = fs::read_dir(format!("/proc/{}/task", self.pid()));
+        let threads = threads.into_iter().flatten().flatten();
+        let children = threads.map(|thread| fs::read_to_string(thread.path().join("children")));
+        let pids: String = children.map(Result::unwrap_or_default).collect();
+        let pids = pids.split_whitespace().flat_map(str::parse);
+        pids.filter_map(Pid::from_raw).collect()
     }
 
     /// Waits for the process to end, and for the rest of its log.

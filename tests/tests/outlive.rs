@@ -197,19 +197,14 @@ fn lend(cluster: &Cluster, image: &Path) -> Daemon {
 }
 
 /// The workers of a lender.
-fn workers(lender: u32) -> Vec<Pid> {
-    let threads = fs::read_dir(format!("/proc/{lender}/task"))
-        .unwrap()
-        .flatten();
-    let children = threads.map(|thread| fs::read_to_string(thread.path().join("children")));
-    let pids: String = children.map(Result::unwrap_or_default).collect();
-    let is_worker = |pid: &&str| {
-        let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline"));
-        arguments.is_ok_and(|arguments| arguments.contains("lease-worker"))
+fn workers(lender: &Daemon) -> Vec<Pid> {
+    let is_worker = |pid: &Pid| {
+        let path = format!("/proc/{}/cmdline", pid.as_raw_nonzero());
+        fs::read_to_string(path).is_ok_and(|arguments| arguments.contains("lease-worker"))
     };
-    let pids = pids.split_whitespace().filter(is_worker);
-    let pids = pids.flat_map(str::parse);
-    pids.filter_map(Pid::from_raw).collect()
+    let mut children = lender.children();
+    children.retain(is_worker);
+    children
 }
 
 fn print(what: &str, mut pauses: Vec<Duration>) {
@@ -285,7 +280,6 @@ fn kill_workers(doorbells: Doorbells, count: usize) {
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let lender = lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
-    let pid = lender.pid();
     let pauses = under_load(&cluster, doorbells, |mut random, progress| {
         let mut kills = Vec::new();
         for round in 1.. {
@@ -301,14 +295,14 @@ fn kill_workers(doorbells: Doorbells, count: usize) {
             let status = cluster.status().unwrap();
             let connection = status.borrow("a", "disk0").unwrap().connection.unwrap();
             assert!(connection.restarts >= kills.len() as u64, "{connection}");
-            if let [worker] = workers(pid)[..] {
+            if let [worker] = workers(&lender)[..] {
                 kills.push(Instant::now());
                 kill_process(worker, Signal::KILL).unwrap();
             }
             // Some again while they start and take up what was in flight.
             while random.below(8) == 0 {
                 std::thread::sleep(Duration::from_micros(random.below(30_000)));
-                for worker in workers(pid) {
+                for worker in workers(&lender) {
                     let _ = kill_process(worker, Signal::KILL);
                 }
             }
@@ -339,14 +333,10 @@ fn a_lender_that_is_killed_under_load_and_started_anew_costs_a_pause() {
         for round in 0..10 {
             progress.wait(&mut random, Duration::from_millis(100));
             kills.push(Instant::now());
-            if round % 2 == 0 {
-                // With its workers, as a service manager does.
-                for worker in workers(lender.pid()) {
-                    // It may have ended.
-                    let _ = kill_process(worker, Signal::KILL);
-                }
+            match round % 2 {
+                0 => lender.kill_all().unwrap(),
+                _ => lender.kill().unwrap(),
             }
-            lender.kill().unwrap();
             lender = lend(&cluster, &image);
         }
         kills
@@ -381,7 +371,7 @@ fn end_lender(doorbells: Doorbells, signal: Signal, count: usize) {
     let mut lender = lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let (vm, [ends, starts, nothing]) = disturbed(&cluster, doorbells, |mut random, progress| {
-        let [worker] = workers(lender.pid())[..] else {
+        let [worker] = workers(&lender)[..] else {
             panic!("no worker, or several")
         };
         let mut times = [(); 3].map(|()| Vec::new());

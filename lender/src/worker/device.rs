@@ -117,14 +117,16 @@ impl WorkerDevice {
         workers: Workers,
         adopted: Option<Adopted>,
     ) -> Result<Self, nvme::ConfigError> {
-        let (mut open, adopted) = match adopted.map(|it| goes_on(it, &model, &adapter)) {
-            Some(Ok((adopted, image))) => (image, Some(adopted)),
-            Some(Err((adopted, why))) => {
-                adopted.end(&workers.keeper, Some(adapter.tables()), &why);
-                (None, None)
+        let (mut open, mut adopted) = (None, adopted);
+        match adopted.as_mut().map(|it| it.go_on(&model, &adapter)) {
+            Some(Ok(image)) => open = image,
+            Some(Err(why)) => {
+                if let Some(lease) = adopted.take() {
+                    lease.end(&workers.keeper, Some(adapter.tables()), &why);
+                }
             }
-            None => (None, None),
-        };
+            None => {}
+        }
         let (description, image, state) = match &model {
             config::Model::Nvme(config) => {
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
@@ -247,7 +249,7 @@ impl WorkerDevice {
         entry: DeviceEntry,
         poll_us: u64,
         mut lease: Lease,
-    ) -> Result<(Worker, Borrower, Option<Record>), (Option<Channel>, StartError)> {
+    ) -> Result<Started, (Option<Channel>, StartError)> {
         let mut worker = match self.spawn(&lease.vm) {
             Ok(worker) => worker,
             Err(error) => return Err((Some(lease.connection), error)),
@@ -574,17 +576,8 @@ impl AsFd for Borrower {
     }
 }
 
-/// The image of a lease that goes on, or why it does not.
-type GoesOn = Result<(Adopted, Option<nvme::Image>), (Adopted, String)>;
-
-fn goes_on(mut adopted: Adopted, model: &config::Model, adapter: &Adapter) -> GoesOn {
-    let image = adopted.image(model);
-    let restored = image.and_then(|image| adopted.restore(adapter.tables()).map(|()| image));
-    match restored {
-        Ok(image) => Ok((adopted, image)),
-        Err(why) => Err((adopted, why)),
-    }
-}
+/// A worker with its lease, and what is kept of that.
+type Started = (Worker, Borrower, Option<Record>);
 
 /// A process without its lease.
 struct Spawned {

@@ -14,7 +14,10 @@ use std::{
 
 use farside_daemon::{DeviceId, VmName, cgroup};
 use farside_devices::nvme;
-use farside_fabric::{LutRange, PeerAddress, soft::AdapterTables};
+use farside_fabric::{
+    LutRange, PeerAddress,
+    soft::{Adapter, AdapterTables},
+};
 use farside_lender_protocol::{Channel, Generation, Identity, Secret};
 use farside_pci::Bdf;
 use farside_vfio::{Api, HandleParts, SecondHandle};
@@ -147,11 +150,22 @@ impl Adopted {
         })
     }
 
-    /// The image of the device `config`, if the worker has that: it is locked, so it cannot be opened.
+    /// Checks that the lease goes on with the device `model`, and records what it has of `adapter`. Returns the
+    /// image if the worker has it: it is locked, so it cannot be opened.
     ///
     /// # Errors
     /// Why the lease does not go on.
-    pub(crate) fn image(&self, config: &config::Model) -> Result<Option<nvme::Image>, String> {
+    pub(crate) fn go_on(
+        &mut self,
+        model: &config::Model,
+        adapter: &Adapter,
+    ) -> Result<Option<nvme::Image>, String> {
+        let image = self.image(model)?;
+        self.restore(adapter.tables())?;
+        Ok(image)
+    }
+
+    fn image(&self, config: &config::Model) -> Result<Option<nvme::Image>, String> {
         if self.connection.is_none() {
             // It has ended.
             return Ok(None);
@@ -195,11 +209,7 @@ impl Adopted {
         }
     }
 
-    /// Records what it has of the adapter.
-    ///
-    /// # Errors
-    /// Why the lease does not go on.
-    pub(crate) fn restore(&mut self, tables: &dyn AdapterTables) -> Result<(), String> {
+    fn restore(&mut self, tables: &dyn AdapterTables) -> Result<(), String> {
         let KeptLease {
             device,
             vm,

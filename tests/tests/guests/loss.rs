@@ -109,7 +109,7 @@ pub fn a_killed_lender_leaves_backend_and_vm_alive_until_it_returns(
     tester.set_bus_master(true)?;
     check::open(cluster, &guest, "dma0", 1)?;
 
-    lender.kill()?;
+    lender.kill_all()?;
     for device in ["disk0", "dma0"] {
         let lost = cluster.wait_state("a", device, BorrowState::Lost)?;
         ensure!(lost.is_closed(), "nothing stays pinned: {lost:?}");
