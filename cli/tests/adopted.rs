@@ -3,7 +3,10 @@
 use std::{
     fs::{self, File},
     io::{BufRead, BufReader},
-    os::{fd::AsFd, unix::fs::PermissionsExt},
+    os::{
+        fd::AsFd,
+        unix::fs::{DirBuilderExt, PermissionsExt},
+    },
     path::PathBuf,
     process::{Child, Command, Stdio},
     sync::{Arc, Mutex},
@@ -49,6 +52,12 @@ impl Host {
     /// The keeper's directory.
     fn keeper(&self) -> PathBuf {
         self.path("lender.keeper")
+    }
+
+    fn make_keeper(&self, mode: u32) {
+        let mut directory = fs::DirBuilder::new();
+        directory.mode(mode);
+        directory.create(self.keeper()).expect("a directory");
     }
 
     fn command(&self, devices: &[&str]) -> Command {
@@ -451,7 +460,7 @@ fn a_guest_that_floods_its_log_does_not_hold_itself_up_without_a_lender() {
 #[test]
 fn what_is_no_keeper_holds_no_lender_up() {
     let host = Host::new();
-    fs::create_dir(host.keeper()).expect("a directory");
+    host.make_keeper(0o700);
     let _impostor = OwnedListener::bind(&host.keeper().join("socket"), SocketKind::SeqPacket, 4)
         .expect("a path");
     let lender = host.lend();
@@ -465,9 +474,25 @@ fn what_is_no_keeper_holds_no_lender_up() {
 }
 
 #[test]
+fn a_keeper_where_others_can_put_one_is_not_asked() {
+    let host = Host::new();
+    host.make_keeper(0o755);
+    let socket = host.keeper().join("socket");
+    let impostor = OwnedListener::bind(&socket, SocketKind::SeqPacket, 4).expect("a path");
+    let lender = host.lend();
+    assert!(
+        lender.log().contains("no lease is adopted"),
+        "{}",
+        lender.log()
+    );
+    assert!(impostor.accept().expect("a listener").is_none());
+    host.borrow("dma0", "web1");
+}
+
+#[test]
 fn the_leases_of_another_version_end_before_devices_are_opened() {
     let host = Host::new();
-    fs::create_dir(host.keeper()).expect("a directory");
+    host.make_keeper(0o700);
     let keeper = OwnedListener::bind(&host.keeper().join("socket"), SocketKind::SeqPacket, 4)
         .expect("a path");
     let other = std::thread::spawn(move || {

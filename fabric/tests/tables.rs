@@ -50,6 +50,47 @@ fn a_guest_of_16_gib_takes_128_lut_entries_for_all_its_devices() {
 }
 
 #[test]
+fn windows_are_restored_where_they_were_and_nowhere_else() {
+    let mut before = tables();
+    let entries = ["disk0", "disk1", "net0"].map(|device| {
+        let vm = if device == "net0" { "web2" } else { "web1" };
+        before.take_requester(device, vm).expect("free")
+    });
+    let mut taken = |entry, at| {
+        let taken = before.take_window(Some(entry), peer(at), GIB);
+        taken.expect("fits").range()
+    };
+    let (first, second) = (taken(entries[0], GIB), taken(entries[0], 4 * GIB));
+    let mut after = tables();
+    let [disk0, disk1, net0] = ["disk0", "disk1", "net0"].map(|device| {
+        let vm = if device == "net0" { "web2" } else { "web1" };
+        after.take_requester(device, vm).expect("free")
+    });
+    assert!(after.restore_window(disk0, peer(4 * GIB), GIB, second));
+    assert!(after.restore_window(disk0, peer(GIB), GIB, first));
+    assert_eq!(after.usage().lut_entries, before.usage().lut_entries);
+    // Another device of the VM shares it; another VM does not, nor another window.
+    assert!(after.restore_window(disk1, peer(GIB), GIB, first));
+    assert!(!after.restore_window(net0, peer(GIB), GIB, first));
+    assert!(!after.restore_window(disk1, peer(2 * GIB), GIB, first));
+    assert!(!after.restore_window(disk1, peer(4 * GIB), 2 * GIB, second));
+    let overlaps = LutRange {
+        first: first.first + 1,
+        ..first
+    };
+    assert!(!after.restore_window(net0, peer(GIB), GIB, overlaps));
+    let beyond = LutRange {
+        first: u32::MAX,
+        ..first
+    };
+    assert!(!after.restore_window(net0, peer(GIB), GIB, beyond));
+    assert!(!after.restore_window(usize::MAX, peer(GIB), GIB, first));
+    // What is given out next is free.
+    let next = after.take_window(Some(net0), peer(GIB), GIB).expect("fits");
+    assert!(![first.first, second.first].contains(&next.range().first));
+}
+
+#[test]
 fn a_check_counts_the_windows_that_the_vm_has_open() {
     let mut tables = tables();
     let first = tables.take_requester("disk0", "web1").expect("free");

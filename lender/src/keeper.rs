@@ -19,7 +19,10 @@ mod process;
 
 use std::{
     fs, io, mem,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
     path::{Path, PathBuf},
     process::{Child, Stdio},
     sync::{Mutex, MutexGuard, PoisonError},
@@ -103,7 +106,10 @@ pub enum TakeError {
     )]
     Busy,
     /// There is something else than a keeper.
-    #[error("{path} is not the keeper of a former lender of this user", path = path.display())]
+    #[error(
+        "{path} is not the keeper of a former lender of this user: remove it",
+        path = path.display()
+    )]
     Foreign {
         /// Its socket.
         path: PathBuf,
@@ -304,6 +310,11 @@ fn take(path: &Path) -> Result<Option<(Channel, Vec<Found>)>, TakeError> {
         path: path.to_owned(),
         source,
     };
+    match path.parent().map(fs::symlink_metadata) {
+        Some(Ok(directory)) if is_private(&directory) => {}
+        Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        _ => return Err(foreign(None)),
+    }
     let address = Address::Unix(path.to_owned());
     let mut channel = match Channel::connect(&address, Path::new(""), TIMEOUT) {
         Ok(channel) => channel,
@@ -347,6 +358,12 @@ fn take(path: &Path) -> Result<Option<(Channel, Vec<Found>)>, TakeError> {
             _ => return Ok(Some((channel, mem::take(&mut found)))),
         }
     }
+}
+
+/// Whether this user alone can search a directory.
+fn is_private(directory: &fs::Metadata) -> bool {
+    let is_ours = directory.uid() == rustix::process::geteuid().as_raw();
+    directory.is_dir() && is_ours && directory.mode() & 0o077 == 0
 }
 
 /// Whether the process at the other end has this one's user.

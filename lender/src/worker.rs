@@ -17,6 +17,7 @@
 //! in any way costs its own lease; the broker keeps a descriptor of the connection until the
 //! process is gone, so that the borrower is not told that its memory is out of use before it is.
 
+mod child;
 mod confine;
 mod device;
 mod kept;
@@ -25,8 +26,9 @@ mod messages;
 mod process;
 mod text;
 
-pub use device::Program;
-pub(crate) use device::{Borrower, Worker, WorkerDevice, Workers};
+pub use child::Program;
+pub(crate) use child::{Worker, Workers};
+pub(crate) use device::{Borrower, WorkerDevice};
 pub(crate) use kept::{ANOTHER_KIND, Adopted, OpenWindow, Record};
 pub(crate) use messages::{Answer, Call, CallReply, Numbered, Order};
 pub use process::{WorkerError, run};

@@ -28,7 +28,7 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    device::Worker,
+    child::Worker,
     messages::{CallReply, Model, Numbered},
 };
 use crate::{

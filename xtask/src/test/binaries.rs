@@ -45,7 +45,7 @@ const WAITING: [&str; 6] = [
 
 /// Tests that boot no VM and may take longer than the limit for those: binary, test,
 /// reason.
-pub(super) const LONG: [(&str, &str, &str); 11] = [
+pub(super) const LONG: [(&str, &str, &str); 13] = [
     (
         "crashes",
         "what_was_cut_off_twice_ends_at_one_host",
@@ -90,6 +90,16 @@ pub(super) const LONG: [(&str, &str, &str); 11] = [
         "outlive",
         "a_worker_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause",
         "kills 50 workers",
+    ),
+    (
+        "outlive",
+        "a_lender_that_is_killed_alone_costs_no_pause",
+        "kills 50 lenders",
+    ),
+    (
+        "outlive",
+        "a_dma_test_device_goes_on_while_its_lender_is_killed",
+        "kills 20 lenders",
     ),
     (
         "simulation",

@@ -18,7 +18,7 @@ use crate::{
     keeper::Keeper,
     registry::RequestQueue,
     tokens::RegisterTokens,
-    worker::{Program, Workers},
+    worker::{Call, Program, Workers},
 };
 
 const DEADLINE: Duration = Duration::from_secs(20);
