@@ -275,8 +275,20 @@ impl Progress {
     }
 }
 
+/// Prints the log of a test that fails.
+struct Story<'a>(&'a Cluster);
+
+impl Drop for Story<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}", self.0.story());
+        }
+    }
+}
+
 fn kill_workers(doorbells: Doorbells, count: usize) {
     let cluster = Cluster::new().unwrap();
+    let _story = Story(&cluster);
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let lender = lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
