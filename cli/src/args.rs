@@ -109,8 +109,8 @@ pub(crate) enum Verb {
 
 /// Lend devices: the daemon of a lending host
 ///
-/// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases. With --add or
-/// --remove, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
+/// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases. At SIGUSR1 it leaves
+/// those of VMs on this host to the next lender at the same --socket. With --add or --remove, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
 #[derive(Debug, ClapArgs)]
 #[command(group(ArgGroup::new("device").args(["nvme", "dma_test", "vfio"]).multiple(true)))]
 pub(crate) struct Lend {
