@@ -1,10 +1,11 @@
-//! Framing on a nonblocking UNIX stream socket, with descriptor passing.
+//! Framing on a nonblocking UNIX stream socket, with descriptor passing. The stream is in a
+//! [`Journal`], so that another process can go on with it.
 //!
 //! # Matching descriptors to messages
 //!
 //! Descriptors travel with the first byte of the `sendmsg` that carried them,
-//! and Linux ends a `recvmsg` behind the segment that had descriptors. So the
-//! descriptors of one `recvmsg` came with the *last* segment in it, and belong
+//! and Linux ends a `recvmmsg` behind the segment that had descriptors. So the
+//! descriptors of one `recvmmsg` came with the *last* segment in it, and belong
 //! to the last message that begins in the received bytes. To keep that exact,
 //! one read never goes past the end of a message that may carry descriptors:
 //! it requests the rest of a message whose size is known, or
@@ -13,16 +14,14 @@
 //! arrive whole in that first read: one system call each. A server may trade the
 //! exactness for fewer system calls: [`Connection::read_ahead`].
 
-use std::io::IoSliceMut;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
+use farside_keeper::{DeviceFile, Journal, JournalError, Kept, Received};
 use rustix::io::Errno;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 
 use super::header::{HEADER_SIZE, Header, ReplyTo};
-use super::outbox::Outbox;
 use super::reply::{self, Reply};
 use super::stream::Stream;
 use super::{MAX_MESSAGE_SIZE, MAX_MSG_FDS, MAX_QUEUED_BYTES};
@@ -31,8 +30,7 @@ use super::{MAX_MESSAGE_SIZE, MAX_MSG_FDS, MAX_QUEUED_BYTES};
 /// carry descriptors.
 const FIRST_READ: usize = HEADER_SIZE + 20;
 
-/// Initial size of the receive buffer in bytes, and its size after a long message is
-/// done: enough for everything but bulk region accesses.
+/// Bytes of a read ahead, and of the buffer for replies: enough for everything but bulk region accesses.
 const BUFFER: usize = 8 << 10;
 
 /// A client's connection. Never blocks.
@@ -41,28 +39,26 @@ const BUFFER: usize = 8 << 10;
 #[derive(Debug)]
 pub struct Connection {
     socket: Stream,
-    /// Received and not yet consumed: `input[front..filled]`, which starts with the
-    /// start of a message.
-    input: Vec<u8>,
-    front: usize,
-    filled: usize,
+    /// The stream, from the start of a message.
+    journal: Journal,
     /// Bytes at the front that the last returned message occupies.
     consumed: usize,
+    /// Bytes of its body that are still to be discarded.
+    to_drain: u32,
     /// Least size of a read while the message at the front is incomplete.
     least_read: usize,
-    /// Bytes of a refused message's body that are still to be discarded.
-    to_drain: usize,
     /// The last read emptied the socket's receive queue.
     emptied: bool,
     /// The client has shut down: read on until EOF.
     ending: bool,
-    /// Descriptors of messages in `input`, by the message's start.
+    /// Descriptors of messages in the input, by the message's start.
     fds: Vec<Passed>,
     output: Vec<u8>,
-    outbox: Outbox,
+    /// The descriptor of a reply that is queued.
+    queued_fd: Option<OwnedFd>,
 }
 
-/// Descriptors of the message that starts at `input[start]`.
+/// Descriptors of the message that starts at this byte of the input.
 #[derive(Debug)]
 struct Passed {
     start: usize,
@@ -105,44 +101,89 @@ pub enum ConnectionError {
     /// another version; see [`Fate::ReplyThenClose`](super::Fate).
     #[error("protocol violation by the client")]
     Protocol(#[source] super::Refusal),
-    /// recvmsg(2) failed.
+    /// recvmmsg(2) failed.
     #[error("cannot receive from the client")]
     Receive(#[source] Errno),
-    /// sendmsg(2) failed.
+    /// sendmmsg(2) failed.
     #[error("cannot send to the client")]
     Send(#[source] Errno),
     /// A queued reply's descriptor could not be duplicated.
     #[error("cannot duplicate a descriptor for a queued reply")]
     QueueFd(#[source] std::io::Error),
+    /// The memory for its messages cannot be made.
+    #[error("cannot make the journal of the client's messages")]
+    Journal(#[source] std::io::Error),
     /// fcntl(2) failed.
     #[error("cannot make the client's socket nonblocking")]
     Nonblocking(#[source] std::io::Error),
 }
 
 impl Connection {
-    /// Takes over a connected stream and makes it nonblocking.
+    /// Takes over a connected stream and makes it nonblocking. Nothing of it outlives this process.
+    ///
+    /// # Errors
+    ///
+    /// [`ConnectionError::Nonblocking`], [`ConnectionError::Journal`].
+    pub fn new(stream: UnixStream) -> Result<Self, ConnectionError> {
+        let file = DeviceFile::new().and_then(|file| file.journal());
+        Self::with(stream, file.map_err(ConnectionError::Journal)?)
+    }
+
+    /// As [`new`](Self::new), of a client whose messages are in `journal`.
     ///
     /// # Errors
     ///
     /// [`ConnectionError::Nonblocking`].
-    pub fn new(stream: UnixStream) -> Result<Self, ConnectionError> {
+    pub fn with(stream: UnixStream, mut journal: Journal) -> Result<Self, ConnectionError> {
         stream
             .set_nonblocking(true)
             .map_err(ConnectionError::Nonblocking)?;
-        Ok(Self {
-            socket: Stream::new(stream.into()),
-            input: vec![0; BUFFER],
-            front: 0,
-            filled: 0,
+        journal.begin(stream.as_raw_fd());
+        Ok(Self::of(stream.into(), journal))
+    }
+
+    /// Takes the client over that the process before had, if it had one, with its messages and their descriptors. Claims
+    /// what is left of those: the device's are to be claimed before.
+    pub fn take_over(journal: Journal, kept: &Kept) -> Option<Self> {
+        let socket = kept.claim(journal.client()?)?;
+        let mut connection = Self::of(socket, journal);
+        let [front, last] = connection.journal.inherited();
+        let claimed = |fds: Vec<_>| fds.into_iter().filter_map(|fd| kept.claim(fd)).collect();
+        let (fds, refused) = front;
+        if refused || !fds.is_empty() {
+            connection.attribute(0, claimed(fds), refused);
+        }
+        let (fds, refused) = last;
+        if refused || !fds.is_empty() {
+            let start = connection.last_message_start();
+            connection.attribute(start, claimed(fds), refused);
+        }
+        if connection.journal.to_drain() > 0 {
+            // Of a body that is discarded.
+            connection.fds.clear();
+        }
+        connection.queued_fd = connection.journal.waiting().and_then(|fd| kept.claim(fd));
+        Some(connection)
+    }
+
+    fn of(socket: OwnedFd, journal: Journal) -> Self {
+        Self {
+            socket: Stream::new(socket),
+            journal,
             consumed: 0,
-            least_read: FIRST_READ,
             to_drain: 0,
+            least_read: FIRST_READ,
             emptied: false,
             ending: false,
             fds: Vec::new(),
             output: Vec::with_capacity(BUFFER),
-            outbox: Outbox::default(),
-        })
+            queued_fd: None,
+        }
+    }
+
+    /// The client has gone: its journal can have another one.
+    pub fn end(&mut self) {
+        self.journal.end();
     }
 
     /// Receives many small messages with one system call from here on.
@@ -187,8 +228,8 @@ impl Connection {
     fn arrived(&mut self) -> Result<Option<Header>, ConnectionError> {
         self.discard_consumed();
         loop {
-            let have = self.filled - self.front;
-            if self.to_drain > 0 && have == 0 {
+            let have = self.journal.input().len();
+            if self.journal.to_drain() > 0 {
                 if !self.drain()? {
                     return Ok(None);
                 }
@@ -198,12 +239,8 @@ impl Connection {
                 Some(header) => match frame_size(&header) {
                     Some(size) if size <= have => return Ok(Some(header)),
                     Some(size) => size,
-                    None => {
-                        // Too long: refused now, its body discarded as it arrives.
-                        // `have` bytes of it are in the input.
-                        self.to_drain = header.size as usize - have;
-                        return Ok(Some(header));
-                    }
+                    // Too long: refused now, its body discarded as it arrives.
+                    None => return Ok(Some(header)),
                 },
                 None => 0,
             };
@@ -226,25 +263,57 @@ impl Connection {
         reply: Result<Reply<'_>, Errno>,
     ) -> Result<(), ConnectionError> {
         if !to.wanted() {
+            self.discard_consumed();
             return Ok(());
         }
         self.output.clear();
         let fd = reply::encode(to, reply, &mut self.output);
-        self.outbox.send(self.socket.as_fd(), &self.output, fd)?;
+        self.queue(fd.map(|fd| fd.as_raw_fd()))?;
         self.output.shrink_to(BUFFER);
+        self.flush()?;
+        if let (Some(_), Some(fd)) = (self.journal.waiting(), fd) {
+            let fd = fd.try_clone_to_owned().map_err(ConnectionError::QueueFd)?;
+            self.journal.replace_waiting(fd.as_raw_fd());
+            self.queued_fd = Some(fd);
+        }
         Ok(())
     }
 
     /// Sends concatenated encoded commands, or queues them behind earlier messages.
     pub(super) fn send_encoded(&mut self, commands: &[u8]) -> Result<(), ConnectionError> {
-        self.outbox.send(self.socket.as_fd(), commands, None)
+        self.output.clear();
+        self.output.extend_from_slice(commands);
+        let (consumed, to_drain) = (self.consumed, self.to_drain);
+        // The last message is not answered by these.
+        self.consumed = 0;
+        self.to_drain = self.journal.to_drain();
+        let queued = self.queue(None);
+        (self.consumed, self.to_drain) = (consumed, to_drain);
+        queued?;
+        self.flush().map(drop)
+    }
+
+    /// Queues the output, and is done with the last returned message.
+    fn queue(&mut self, fd: Option<i32>) -> Result<(), ConnectionError> {
+        let waiting = self.journal.queued() + self.output.len();
+        if self.journal.queued() > 0 && waiting > MAX_QUEUED_BYTES {
+            return Err(ConnectionError::ClientDoesNotRead { waiting });
+        }
+        let consumed = std::mem::take(&mut self.consumed);
+        let committed = self
+            .journal
+            .commit(consumed, self.to_drain, &self.output, fd);
+        committed
+            .map_err(|JournalError(waiting)| ConnectionError::ClientDoesNotRead { waiting })?;
+        self.moved(consumed);
+        Ok(())
     }
 
     /// Whether replies wait for the socket to become writable. Not calling
     /// [`receive`](Self::receive) meanwhile throttles a client that pipelines more
     /// than it reads.
     pub fn wants_write(&self) -> bool {
-        !self.outbox.is_empty()
+        self.journal.queued() > 0
     }
 
     /// Sends as many of the queued replies as the socket takes. Returns whether the
@@ -254,7 +323,11 @@ impl Connection {
     ///
     /// Fails if the client has closed the connection or the socket fails.
     pub fn flush(&mut self) -> Result<bool, ConnectionError> {
-        self.outbox.flush(self.socket.as_fd())
+        let flushed = self.journal.flush(self.socket.as_fd());
+        flushed.map_err(|error| match errno(&error) {
+            Errno::PIPE | Errno::CONNRESET => ConnectionError::Closed,
+            errno => ConnectionError::Send(errno),
+        })
     }
 
     /// Data may have arrived since the last read, and the socket have been reported readable for it.
@@ -266,49 +339,43 @@ impl Connection {
     /// its messages have been returned. Another [`receive`](Self::receive) would only get EAGAIN; data
     /// that arrived since makes the socket readable.
     pub(super) fn is_emptied(&self) -> bool {
-        self.emptied && !self.ending && self.front + self.consumed == self.filled
+        self.emptied && !self.ending && self.consumed == self.journal.input().len()
     }
 
     fn header(&self) -> Option<Header> {
-        let input = &self.input[self.front..self.filled];
-        input.first_chunk().map(Header::decode)
+        self.journal.input().first_chunk().map(Header::decode)
     }
 
-    /// Removes the last returned message from the input.
+    /// Is done with the last returned message, without an answer.
     fn discard_consumed(&mut self) {
-        self.front += std::mem::take(&mut self.consumed);
-        if self.front == self.filled {
-            (self.front, self.filled) = (0, 0);
-            // A long message is alone in the input: its last read stops at its end.
-            if self.input.len() > BUFFER {
-                self.input.truncate(BUFFER);
-                self.input.shrink_to_fit();
-            }
+        let consumed = std::mem::take(&mut self.consumed);
+        if consumed > 0 {
+            let committed = self.journal.commit(consumed, self.to_drain, &[], None);
+            debug_assert!(committed.is_ok(), "there is nothing to queue");
+            self.moved(consumed);
         }
     }
 
-    /// Moves the input to the start of the buffer.
-    fn make_room(&mut self) {
-        if self.front != 0 {
-            self.input.copy_within(self.front..self.filled, 0);
-            self.filled -= self.front;
-            for passed in &mut self.fds {
-                passed.start -= self.front;
-            }
-            self.front = 0;
+    /// The input begins `bytes` later.
+    fn moved(&mut self, bytes: usize) {
+        self.to_drain = self.journal.to_drain();
+        for passed in &mut self.fds {
+            passed.start -= bytes;
         }
     }
 
     /// Returns the message at the front, of this header, which is complete or too long.
     fn hand_out(&mut self, header: Header) -> Message<'_> {
-        let (front, filled) = (self.front, self.filled);
+        let have = self.journal.input().len();
         let (payload, end) = match frame_size(&header) {
-            Some(size) => (front + HEADER_SIZE..front + size, front + size),
+            Some(size) => (HEADER_SIZE..size, size),
             // Too long: the rest of the input is the start of its body.
-            None => (filled..filled, filled),
+            None => {
+                self.to_drain = header.size - have as u32;
+                (have..have, have)
+            }
         };
-        self.consumed = end - front;
-        let payload = &self.input[payload];
+        self.consumed = end;
         let (fds, fds_refused) = match self.fds.first() {
             Some(passed) if passed.start < end => {
                 let passed = self.fds.remove(0);
@@ -318,7 +385,7 @@ impl Connection {
         };
         Message {
             header,
-            payload,
+            payload: &self.journal.input()[payload],
             fds,
             fds_refused,
         }
@@ -326,16 +393,16 @@ impl Connection {
 
     /// Reads once, to at most `want` bytes of input. Returns whether any arrived.
     fn fill(&mut self, want: usize) -> Result<bool, ConnectionError> {
-        self.make_room();
-        if want > self.input.len() {
-            self.input.resize(want, 0);
-        }
-        let from = self.filled;
+        let from = self.journal.input().len();
+        let carried = self.fds.first().map(|it| (it.fds.as_slice(), it.refused));
+        let read = self
+            .journal
+            .receive(self.socket.as_fd(), want, carried.unwrap_or_default());
         let Some(Received {
             bytes: received,
             fds,
             refused,
-        }) = receive_some(self.socket.as_fd(), &mut self.input[from..want])?
+        }) = read.map_err(receive_error)?
         else {
             return Ok(false);
         };
@@ -345,7 +412,6 @@ impl Connection {
                 received => ConnectionError::ClosedInMessage { received },
             });
         }
-        self.filled += received;
         // The kernel ends a read behind descriptors, even those that it dropped: a
         // short read then does not mean that the socket is empty.
         self.emptied = from + received < want && fds.is_empty() && !refused;
@@ -358,13 +424,11 @@ impl Connection {
 
     /// Start of the message that the last received byte belongs to.
     fn last_message_start(&self) -> usize {
-        let mut start = self.front;
-        while let Some(header) = self.input[start..self.filled]
-            .first_chunk()
-            .map(Header::decode)
-        {
+        let input = self.journal.input();
+        let mut start = 0;
+        while let Some(header) = input[start..].first_chunk().map(Header::decode) {
             match frame_size(&header) {
-                Some(size) if start + size < self.filled => start += size,
+                Some(size) if start + size < input.len() => start += size,
                 _ => break,
             }
         }
@@ -392,17 +456,24 @@ impl Connection {
     /// Discards a part of a refused message's body, with any descriptors. Returns
     /// whether any bytes arrived.
     fn drain(&mut self) -> Result<bool, ConnectionError> {
-        let most = self.to_drain.min(self.input.len());
-        let Some(Received {
-            bytes: received, ..
-        }) = receive_some(self.socket.as_fd(), &mut self.input[..most])?
-        else {
-            return Ok(false);
-        };
-        if received == 0 {
-            return Err(ConnectionError::ClosedInMessage { received: 0 });
+        let left = self.journal.to_drain();
+        // A process before may have received a part, and not been done with it.
+        if self.journal.input().is_empty() {
+            let most = BUFFER.min(left as usize);
+            let read = self
+                .journal
+                .receive(self.socket.as_fd(), most, Default::default());
+            let Some(Received { bytes, .. }) = read.map_err(receive_error)? else {
+                return Ok(false);
+            };
+            if bytes == 0 {
+                return Err(ConnectionError::ClosedInMessage { received: 0 });
+            }
         }
-        self.to_drain -= received;
+        let bytes = self.journal.input().len().min(left as usize);
+        let committed = self.journal.commit(bytes, left - bytes as u32, &[], None);
+        debug_assert!(committed.is_ok(), "there is nothing to queue");
+        self.to_drain = self.journal.to_drain();
         Ok(true)
     }
 }
@@ -422,45 +493,14 @@ fn frame_size(header: &Header) -> Option<usize> {
     (header.size <= MAX_MESSAGE_SIZE).then_some((header.size as usize).max(HEADER_SIZE))
 }
 
-/// The result of one `recvmsg`.
-struct Received {
-    /// Number of bytes; 0 at EOF.
-    bytes: usize,
-    fds: Vec<OwnedFd>,
-    /// Descriptors were dropped.
-    refused: bool,
+fn receive_error(error: io::Error) -> ConnectionError {
+    match errno(&error) {
+        // The client closed with replies unread.
+        Errno::CONNRESET => ConnectionError::Closed,
+        errno => ConnectionError::Receive(errno),
+    }
 }
 
-/// One `recvmsg`; `None` on EAGAIN.
-fn receive_some(
-    socket: BorrowedFd<'_>,
-    buffer: &mut [u8],
-) -> Result<Option<Received>, ConnectionError> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MSG_FDS))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let received = loop {
-        match recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
-            Ok(received) => break received,
-            Err(Errno::INTR) => continue,
-            Err(Errno::AGAIN) => return Ok(None),
-            // The client closed with replies unread.
-            Err(Errno::CONNRESET) => return Err(ConnectionError::Closed),
-            Err(errno) => return Err(ConnectionError::Receive(errno)),
-        }
-    };
-    let mut fds = Vec::new();
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(passed) = message {
-            fds.extend(passed);
-        }
-    }
-    // The kernel drops descriptors for which there is no space, or which would exceed
-    // this process's RLIMIT_NOFILE.
-    let refused = received.flags.contains(ReturnFlags::CTRUNC);
-    Ok(Some(Received {
-        bytes: received.bytes,
-        fds,
-        refused,
-    }))
+fn errno(error: &io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or(Errno::IO)
 }

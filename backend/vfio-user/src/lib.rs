@@ -55,7 +55,6 @@ pub mod connection;
 pub mod dma;
 mod header;
 pub mod listener;
-mod outbox;
 pub mod refusal;
 pub mod region;
 pub mod reply;

@@ -70,6 +70,16 @@ impl Listener {
     ///
     /// Fails if accept(2) does, for instance with EMFILE.
     pub fn accept(&self, slot: Slot) -> Result<Option<Connection>, AcceptError> {
+        let stream = self.accept_stream(slot)?;
+        Ok(stream.map(Connection::new).transpose()?)
+    }
+
+    /// As [`accept`](Self::accept), and leaves the stream as it is.
+    ///
+    /// # Errors
+    ///
+    /// As [`accept`](Self::accept).
+    pub fn accept_stream(&self, slot: Slot) -> Result<Option<UnixStream>, AcceptError> {
         loop {
             let accepted = self.socket.accept().map_err(|source| AcceptError::Accept {
                 path: self.path().to_owned(),
@@ -79,7 +89,7 @@ impl Listener {
                 return Ok(None);
             };
             match slot {
-                Slot::Free => return Ok(Some(Connection::new(UnixStream::from(client))?)),
+                Slot::Free => return Ok(Some(UnixStream::from(client))),
                 Slot::Taken => drop(Stream::new(client)),
             }
             if let Some(held_back) = self.refused.allow() {

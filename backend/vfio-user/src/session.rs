@@ -19,6 +19,11 @@ impl Session {
         Self::default()
     }
 
+    /// That of a client which another process has negotiated with.
+    pub fn resumed(negotiated: Option<Negotiated>) -> Self {
+        Self { negotiated }
+    }
+
     /// The negotiated capabilities; `None` before `VERSION`.
     pub fn negotiated(&self) -> Option<&Negotiated> {
         self.negotiated.as_ref()

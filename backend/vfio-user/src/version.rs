@@ -15,7 +15,7 @@ use super::{
 pub const MAX_VERSION_DATA: usize = 16 << 10;
 
 /// The negotiated version and capabilities.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Negotiated {
     /// Minor version; the major is 0.
     pub minor: u16,

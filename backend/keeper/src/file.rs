@@ -1,0 +1,126 @@
+//! The file with the records of one device.
+
+use std::{
+    io,
+    ops::Range,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Arc, atomic::AtomicUsize},
+};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fstat, ftruncate, memfd_create};
+
+use crate::{Journal, Snapshots, Words, journal, snapshots, system::Area};
+
+/// Version of the records. A process takes over those of its own version only.
+pub const VERSION: u32 = 1;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"farside\0") ^ VERSION as u64;
+
+const PAGE: usize = 4096;
+
+/// Words of the [lease](DeviceFile::lease).
+pub const LEASE_WORDS: usize = PAGE / 8;
+
+/// Words of the [log](DeviceFile::log) of register writes.
+pub const LOG_WORDS: usize = 4 * 4096 + PAGE / 8;
+
+const HEADER: Range<usize> = 0..PAGE;
+const LEASE: Range<usize> = part(HEADER, LEASE_WORDS * 8);
+const LOG: Range<usize> = part(LEASE, LOG_WORDS * 8);
+const JOURNAL: Range<usize> = part(LOG, journal::BYTES);
+const SNAPSHOTS: Range<usize> = part(JOURNAL, snapshots::BYTES);
+
+const fn part(before: Range<usize>, len: usize) -> Range<usize> {
+    before.end..before.end + len
+}
+
+/// A memfd, sealed against resizing; pages are allocated when they are written.
+#[derive(Debug)]
+pub struct DeviceFile {
+    file: OwnedFd,
+    /// The snapshot that waits for the next commit of the journal; see [`Snapshots`].
+    staged: Arc<AtomicUsize>,
+}
+
+impl DeviceFile {
+    /// A new, empty one.
+    pub fn new() -> io::Result<Self> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = memfd_create("farside-device", flags)?;
+        ftruncate(&file, SNAPSHOTS.end as u64)?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let header = Area::map(&file, HEADER)?;
+        header
+            .word(0)
+            .store(MAGIC, std::sync::atomic::Ordering::Release);
+        Ok(Self::with(file))
+    }
+
+    /// That of the process before.
+    ///
+    /// # Errors
+    ///
+    /// [`io::ErrorKind::InvalidData`] for another file, or one of another version.
+    pub fn take_over(file: OwnedFd) -> io::Result<Self> {
+        let invalid = || {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                "the records of a device are those of another version of farside",
+            )
+        };
+        if fstat(&file)?.st_size != SNAPSHOTS.end as i64 {
+            return Err(invalid());
+        }
+        let header = Area::map(&file, HEADER)?;
+        if header.word(0).load(std::sync::atomic::Ordering::Acquire) != MAGIC {
+            return Err(invalid());
+        }
+        Ok(Self::with(file))
+    }
+
+    /// A file of `len` zero bytes for what keeper and backend share.
+    pub(crate) fn root(len: usize) -> io::Result<OwnedFd> {
+        let file = memfd_create("farside-keeper", MemfdFlags::CLOEXEC)?;
+        ftruncate(&file, len as u64)?;
+        Ok(file)
+    }
+
+    fn with(file: OwnedFd) -> Self {
+        Self {
+            file,
+            staged: Arc::default(),
+        }
+    }
+
+    /// The journal of the device's client. Call once.
+    pub fn journal(&self) -> io::Result<Journal> {
+        let area = Area::map(&self.file, JOURNAL)?;
+        Ok(Journal::new(area, Arc::clone(&self.staged)))
+    }
+
+    /// The snapshots, of which `journal` knows the current one. Call once.
+    pub fn snapshots(&self, journal: &Journal) -> io::Result<Snapshots> {
+        let area = Area::map(&self.file, SNAPSHOTS)?;
+        Ok(Snapshots::new(
+            area,
+            journal.snapshot(),
+            Arc::clone(&self.staged),
+        ))
+    }
+
+    /// Facts of the lease, [`LEASE_WORDS`] in number. What they mean is up to the caller. Call once.
+    pub fn lease(&self) -> io::Result<Words> {
+        Ok(Words::new(Area::map(&self.file, LEASE)?, LEASE_WORDS))
+    }
+
+    /// The log of register writes, [`LOG_WORDS`]. Call once.
+    pub fn log(&self) -> io::Result<Words> {
+        Ok(Words::new(Area::map(&self.file, LOG)?, LOG_WORDS))
+    }
+}
+
+impl AsFd for DeviceFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}

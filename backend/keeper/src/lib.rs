@@ -1,0 +1,38 @@
+//! What a backend leaves to the next one when it is killed: its descriptors, and a record of what it was doing.
+//!
+//! ```text
+//!   keeper ──clone(CLONE_FILES)──▶ backend        one table of descriptors for both
+//!      │                              │
+//!      │                              ├─ journal: what came from the client, what was answered
+//!      │ SIGCHLD                      ├─ snapshots: the state of each device
+//!      ▼                              └─ log of register writes, lease
+//!   the next backend takes both over        (memfds, in the same table)
+//! ```
+//!
+//! - *Descriptors.* The [keeper](keep) is the process that was started. It clones the backend from itself so that both
+//!   have one table of descriptors: what the backend receives or opens stays open when it is killed, under the same
+//!   number. No descriptor is sent to a keeper, so none is lost on the way.
+//! - *Records* are in one [file](DeviceFile) for each device, of which the next backend reads what is needed. It
+//!   [claims](Inherited) the descriptors that the records name, and closes all others.
+//! - *Requests.* A [`Journal`] has the kernel itself store how many bytes it has received or sent, in the same system
+//!   call: a process that is killed at any instruction leaves no doubt whether a byte was taken. A request stays in
+//!   the journal until its answer and the state that it leads to replace it, with one store.
+//!
+//! The keeper parses nothing, and does nothing but wait.
+
+#![deny(unsafe_code)]
+
+mod file;
+mod inherited;
+mod journal;
+mod keep;
+mod snapshots;
+mod system;
+mod words;
+
+pub use file::{DeviceFile, LEASE_WORDS, LOG_WORDS, VERSION};
+pub use inherited::Inherited;
+pub use journal::{Journal, JournalError, MAX_FDS, Received};
+pub use keep::{Kept, keep};
+pub use snapshots::Snapshots;
+pub use words::Words;
