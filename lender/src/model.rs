@@ -15,7 +15,7 @@ use farside_daemon::{DeviceId, VmName};
 use farside_devices::{Bus, Device};
 use farside_fabric::{
     FaultSummary, LenderPath, MAX_MAPPINGS, PeerAddress, fits,
-    memory::{HostSlice, SharedMemory},
+    memory::SharedMemory,
     soft::{Adapter, Path},
 };
 use farside_irq_relay::IrqCounts;
@@ -33,6 +33,7 @@ use crate::{
     },
 };
 use ports::{DmaPort, IrqPort};
+use state::LeasePage;
 
 /// A software model.
 pub(crate) struct ModelDevice {
@@ -51,7 +52,7 @@ struct LeasedModel {
     irq: IrqPort,
     model: Box<ModelDevice>,
     /// The first page of the state that outlives this process.
-    lease_page: Option<HostSlice>,
+    lease_page: Option<LeasePage>,
 }
 
 impl ModelDevice {
@@ -85,7 +86,7 @@ impl ModelDevice {
         transport: Transport,
         vm: &VmName,
         memory: BorrowerMemory,
-    ) -> Result<(Path, Option<HostSlice>), RemoteError> {
+    ) -> Result<(Path, Option<LeasePage>), RemoteError> {
         local(transport)?;
         let path = self.adapter.attach(&self.id, vm).map_err(refused)?;
         if let Err(error) = self.take_bar_memory(memory.bars) {
@@ -214,8 +215,8 @@ impl LeasedDevice for LeasedModel {
     }
 
     fn accessed(&mut self, count: u64) {
-        if let Some(page) = &self.lease_page {
-            let _ = page.store_u64(0, count, Ordering::Release);
+        if let Some(LeasePage { page, before }) = &self.lease_page {
+            let _ = page.store_u64(0, before.wrapping_add(count), Ordering::Release);
         }
     }
 

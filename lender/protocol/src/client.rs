@@ -177,20 +177,8 @@ impl Client {
                 (connected.map_err(unreachable)?, None)
             }
         };
-        let mut client = Self {
-            address: address.clone(),
-            dialer: dialer.clone(),
-            channel,
-            generation: Generation(0),
-            accesses: Arc::default(),
-            lender: String::new(),
-            instance: None,
-            deadline,
-            fence: None,
-            answers_due: 0,
-            failed: false,
-            process_ended: false,
-        };
+        let mut client = Self::of(address, dialer, channel);
+        client.deadline = deadline;
         if let Some((lender, instance)) = greeted {
             client.lender = lender;
             client.instance = Some(instance);
@@ -221,6 +209,23 @@ impl Client {
             (other, _) => return Err(client.unexpected(&other)),
         }
         Ok(client)
+    }
+
+    fn of(address: &Address, dialer: &Dialer, channel: Channel) -> Self {
+        Self {
+            address: address.clone(),
+            dialer: dialer.clone(),
+            channel,
+            generation: Generation(0),
+            accesses: Arc::default(),
+            lender: String::new(),
+            instance: None,
+            deadline: None,
+            fence: None,
+            answers_due: 0,
+            failed: false,
+            process_ended: false,
+        }
     }
 
     /// Sets a common deadline for all further calls. Each call also has a timeout of 4 s.

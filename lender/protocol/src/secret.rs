@@ -19,6 +19,16 @@ impl Secret {
         getrandom::fill(&mut random)?;
         Ok(Self(u128::from_ne_bytes(random)))
     }
+
+    /// The bits, for a record of them that only this process and its successor have.
+    pub fn bits(self) -> u128 {
+        self.0
+    }
+
+    /// The secret of these [bits](Self::bits).
+    pub fn from_bits(bits: u128) -> Self {
+        Self(bits)
+    }
 }
 
 impl fmt::Debug for Secret {

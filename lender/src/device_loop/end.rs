@@ -66,12 +66,18 @@ pub(super) fn take_back(
     if let Err(error) = device.source().flush() {
         log::error!("{error}", error = Chain(&error));
     }
-    // The next process goes on from it.
-    let goes_on = matches!(end, End::Stopped) && device.leave_state();
+    // The next process goes on from it. A backend that is killed leaves its connection to the next one, and nothing else.
+    let may_go_on = match &end {
+        End::Stopped => true,
+        End::PeerGone(_) => !has_hung_up(&connection),
+        _ => false,
+    };
+    let goes_on = may_go_on && device.leave_state();
     // Release fabric resources first, so that the next borrower of the free device has room.
     let source = device.end();
     let why = match &end {
         End::Returned => "returned".to_owned(),
+        End::PeerGone(_) if goes_on => "kept for its VM: the backend is gone".to_owned(),
         End::PeerGone(ChannelError::Closed) => "revoked: the backend is gone".to_owned(),
         End::PeerGone(error) => format!("revoked: {error}", error = Chain(&error)),
         End::NoRegisters => {
@@ -168,4 +174,11 @@ fn pause_for_request(
             return false;
         }
     }
+}
+
+/// Whether the peer of a connection has closed it.
+pub(super) fn has_hung_up(connection: &Channel) -> bool {
+    let mut fds = [PollFd::new(connection, PollFlags::RDHUP)];
+    let ready = poll(&mut fds, Some(&Timespec::default()));
+    ready.is_ok_and(|_| !fds[0].revents().is_empty())
 }

@@ -1,7 +1,7 @@
 //! The borrower's memory in which a model's state outlives this process.
 
 use farside_fabric::memory::{HostSlice, SharedMemory};
-use farside_lender_protocol::{ErrorKind, RemoteError, STATE_PAGE};
+use farside_lender_protocol::{ErrorKind, RemoteError, STATE_PAGE, served};
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 
 use super::ModelDevice;
@@ -10,10 +10,17 @@ use crate::{
     source::StateFile,
 };
 
+/// The first page of the file.
+pub(super) struct LeasePage {
+    pub(super) page: HostSlice,
+    /// How many register accesses the former processes have served.
+    pub(super) before: u64,
+}
+
 impl ModelDevice {
     /// Has the device keep its state in the borrower's file, from what is there if the lease goes on. Returns the first
     /// page.
-    pub(super) fn take_state(&mut self, state: StateFile) -> Result<HostSlice, RemoteError> {
+    pub(super) fn take_state(&mut self, state: StateFile) -> Result<LeasePage, RemoteError> {
         let StateFile { file, goes_on } = state;
         let id = &self.id;
         let bytes = self.described.state;
@@ -54,8 +61,7 @@ impl ModelDevice {
                 });
             }
         }
-        // After it was restored: until then the borrower may read the former process's.
-        let _ = page.store_u64(0, 0, std::sync::atomic::Ordering::Release);
-        Ok(page)
+        let before = served(&page);
+        Ok(LeasePage { page, before })
     }
 }

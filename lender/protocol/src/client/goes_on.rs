@@ -1,16 +1,21 @@
 //! Leases that go on, and the end of a lease.
 
 use std::{
-    os::fd::BorrowedFd,
+    os::fd::{BorrowedFd, OwnedFd},
     time::{Duration, Instant},
 };
 
 use farside_daemon::DeviceId;
 
 use super::{CallError, Client, Lease};
-use crate::{ChannelError, Keeping, Reply, Request};
+use crate::{Address, Channel, ChannelError, Dialer, Keeping, Reply, Request};
 
 impl Client {
+    /// The connection of a process before, over which nothing is asked: while it is open, the lender keeps the device.
+    pub fn left(address: &Address, dialer: &Dialer, socket: OwnedFd) -> Self {
+        Self::of(address, dialer, Channel::from_socket(socket))
+    }
+
     /// As [`Client::borrow_device`], for a lease that goes on: see [`Request::BorrowAndKeep`]. `files` are those of the
     /// BARs, then that of the state.
     pub fn borrow_and_keep(

@@ -1,10 +1,7 @@
 //! Whether a lease goes on without its worker.
 
-use farside_lender_protocol::Channel;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
 use super::WorkerLease;
-use crate::worker::Borrower;
+use crate::{device_loop::end::has_hung_up, worker::Borrower};
 
 impl WorkerLease<'_> {
     /// Whether a lease whose worker is gone may go on: the borrower has the secret of its chain, and is there.
@@ -19,11 +16,4 @@ impl WorkerLease<'_> {
             _ => false,
         }
     }
-}
-
-/// Whether the peer of a connection has closed it.
-fn has_hung_up(connection: &Channel) -> bool {
-    let mut fds = [PollFd::new(connection, PollFlags::RDHUP)];
-    let ready = poll(&mut fds, Some(&Timespec::default()));
-    ready.is_ok_and(|_| !fds[0].revents().is_empty())
 }
