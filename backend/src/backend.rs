@@ -30,7 +30,8 @@ use crate::{
     directory::Directory,
     helper::{self, Helper},
     lookup::Lookup,
-    served::Served,
+    records::Past,
+    served::{Served, ServedState},
     sockets::{SocketName, Sockets},
     status::StatusServer,
 };
@@ -80,6 +81,8 @@ pub struct Config {
     pub socket_group: Option<String>,
     /// Asks the guest to release a device that its lender takes back.
     pub release: Option<ReleaseHook>,
+    /// What outlives this process, and what another one has left.
+    pub past: Past,
     /// With a helper process the backend's process confines itself when its sockets are open.
     pub helper: Option<Helper>,
 }
@@ -206,13 +209,22 @@ impl Backend {
         let made = Sockets::new(&config.directory, group, activated, helper);
         let adapter = ntb.as_ref().map(|ntb| ntb.adapter().clone());
         let lookup = Arc::new(Lookup::new(config, adapter, made));
-        let mut found = Vec::new();
-        for device in &config.devices {
-            found.push(lookup.find(device)?);
-        }
         let mut manager = EventManager::new()?;
         let served = Served::default();
-        for (id, found) in config.devices.iter().zip(found) {
+        for left in config.past.take() {
+            match lookup.go_on(left) {
+                Ok((id, server)) => served.add(&id, server, !config.devices.contains(&id)),
+                Err(error) => log::error!("{}", Chain(&error)),
+            }
+        }
+        let others = || {
+            let is_served = |id: &DeviceId| served.state(id) != ServedState::NotServed;
+            config.devices.iter().filter(move |id| !is_served(id))
+        };
+        let found = others().map(|device| lookup.find(device));
+        let found: Vec<_> = found.collect::<Result<_, _>>()?;
+        let others: Vec<_> = others().collect();
+        for (id, found) in others.into_iter().zip(found) {
             served.add(id, lookup.serve(id, found)?, false);
         }
         served.apply(&mut manager);
@@ -227,7 +239,13 @@ impl Backend {
             };
             manager.add_subscriber(Arc::new(Mutex::new(watch)) as Subscriber);
         }
-        let status = StatusServer::new(&config.vm, status, served.clone(), problem);
+        let status = StatusServer::new(
+            &config.vm,
+            status,
+            served.clone(),
+            problem,
+            config.past.kept().clone(),
+        );
         manager.add_subscriber(Arc::new(Mutex::new(status)) as Subscriber);
         // Created last, so that a client that can connect to it finds all other sockets.
         let control = made.open(&SocketName::Control)?;
@@ -235,6 +253,7 @@ impl Backend {
         drop(made);
         let admin = AdminServer::new(control, lookup, served.clone())?;
         manager.add_subscriber(Arc::new(Mutex::new(admin)) as Subscriber);
+        config.past.kept().ready();
         let devices: Vec<_> = config.devices.iter().map(DeviceId::as_str).collect();
         let (devices, vm) = (devices.join(", "), &config.vm);
         farside_daemon::ready(&format!("serving {devices} to VM {vm}"));

@@ -49,6 +49,8 @@ const ALLOWED: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_listen,
     libc::SYS_getsockname,
+    libc::SYS_recvmmsg,
+    libc::SYS_sendmmsg,
     // The event loop.
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
@@ -76,6 +78,8 @@ const ALLOWED: &[i64] = &[
     libc::SYS_pwrite64,
     // Answered with ENOSYS by the other filter.
     libc::SYS_clone3,
+    // Whether its keeper lives.
+    libc::SYS_getppid,
     // What it is and may do.
     libc::SYS_capget,
     libc::SYS_getegid,
@@ -180,6 +184,7 @@ mod tests {
             lost_after: std::time::Duration::from_secs(300),
             socket_group: None,
             release: None,
+            past: Default::default(),
             helper: None,
         }
     }

@@ -14,6 +14,7 @@ mod register_log;
 mod registers;
 mod report;
 mod requests;
+mod saved;
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +24,9 @@ use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_irq_relay::{IrqCounts, Vectors};
 use farside_lender_protocol::{Channel, Described, ErrorKind, MAX_FDS, Transport};
-use farside_vfio_user::{ClientLog, Reply, ReplyTo, serve::Answer};
+use farside_vfio_user::{
+    ClientLog, Connection, Negotiated, Reply, ReplyTo, Session, serve::Answer,
+};
 use rustix::io::Errno;
 
 use crate::{
@@ -32,6 +35,7 @@ use crate::{
         worker::{NewLease, Outcome, Settings, StepDone, WorkError, Worker},
     },
     dma_table::DmaTable,
+    records::{LeftLease, Records, Start},
 };
 use bars::Bars;
 use outage::Outage;
@@ -50,6 +54,8 @@ pub(crate) enum DeviceError {
     Irqs(#[from] farside_irq_relay::IrqCountsError),
     #[error(transparent)]
     System(#[from] std::io::Error),
+    #[error("what the backend before has left is not of this device")]
+    Left,
 }
 
 /// A device and the borrow behind it.
@@ -64,6 +70,9 @@ pub(crate) struct Device {
     vectors: Vectors,
     bars: Bars,
     worker: Worker,
+    records: Records,
+    /// The capabilities of the client.
+    negotiated: Option<Negotiated>,
     /// Log lines about the device's clients.
     pub(crate) client_log: ClientLog,
     line_limits: LineLimits,
@@ -85,6 +94,8 @@ pub(crate) struct Device {
     release_requested: bool,
     /// The client unmapped low RAM, and only unmapped since.
     ram_taken: bool,
+    /// The device of a backend that was killed may still reach the guest's memory.
+    is_taken_over: bool,
     pending: Pending,
     /// Read buffer; kept so that reads do not allocate.
     buffer: Vec<u8>,
@@ -99,6 +110,7 @@ struct LineLimits {
     memory: RateLimit,
     irqs: RateLimit,
     viommu: RateLimit,
+    records: RateLimit,
 }
 
 /// The result of a held request.
@@ -118,9 +130,25 @@ pub(crate) enum Then {
 }
 
 impl Device {
-    pub(crate) fn new(settings: Settings, described: Described) -> Result<Self, DeviceError> {
-        let config = ConfigSpace::new(&described.description)?;
+    /// Returns the client, too, that the process before had.
+    pub(crate) fn new(
+        settings: Settings,
+        described: Described,
+        start: Start,
+    ) -> Result<(Self, Option<(Connection, Session)>), DeviceError> {
+        let mut config = ConfigSpace::new(&described.description)?;
         let counts = farside_lender_protocol::irq_counts(&described.description)?;
+        let Start {
+            records,
+            log,
+            lease,
+            left,
+        } = start;
+        let state = match &lease.1 {
+            LeftLease::Fresh | LeftLease::None => State::Unleased,
+            LeftLease::Ended => State::Lost,
+            LeftLease::GoesOn { .. } => State::Leased,
+        };
         for hidden in config.hidden() {
             log::info!(
                 "device {} (VM {}): capability {} is hidden from the guest: {}",
@@ -130,31 +158,51 @@ impl Device {
                 hidden.reason
             );
         }
-        Ok(Self {
+        let mut vectors = Vectors::new(counts);
+        let (bars, memory, kept) = match left {
+            None => (Bars::new(&described)?, DmaTable::default(), None),
+            Some(left) => {
+                let is_applied = left.irqs.into_iter().all(|it| vectors.apply(it).is_ok());
+                if !(config.restore(&left.saved.config) && is_applied) {
+                    return Err(DeviceError::Left);
+                }
+                let bars = Bars::with(&described, left.bars, left.state)?;
+                (bars, left.memory, Some((left.saved, left.connection)))
+            }
+        };
+        let mut device = Self {
             counts,
             config,
-            memory: DmaTable::default(),
-            vectors: Vectors::new(counts),
-            bars: Bars::new(&described)?,
-            worker: Worker::start(settings.clone(), described.clone())?,
+            memory,
+            vectors,
+            bars,
+            worker: Worker::start(settings.clone(), described.clone(), lease)?,
+            records,
+            negotiated: None,
             client_log: ClientLog::default(),
             line_limits: LineLimits::default(),
             registers: None,
-            log: RegisterLog::default(),
+            log: RegisterLog::new(log),
             goes_on: false,
             outage: None,
             retired: Vec::new(),
-            state: State::default(),
+            state,
             absent: false,
             unplugged: false,
             release_requested: false,
             ram_taken: false,
+            is_taken_over: false,
             pending: Pending::default(),
             buffer: Vec::new(),
             report: report::initial(&settings, &described.description),
             settings,
             described,
-        })
+        };
+        let client = kept.map(|(saved, connection)| {
+            device.take_over(&saved);
+            (connection, Session::resumed(saved.negotiated))
+        });
+        Ok((device, client))
     }
 
     /// Whether a request is held; no other may be processed.
@@ -370,9 +418,10 @@ impl Device {
 
     fn adopt(&mut self, lease: NewLease) {
         match self.outage {
-            Some(_) => self.log.cut(lease.served),
+            Some(_) => self.log.cut(self.bars.state_page(), lease.served),
             None => {
-                self.log = RegisterLog::new(self.bars.state_page().filter(|_| lease.goes_on));
+                let page = self.bars.state_page().filter(|_| lease.goes_on);
+                self.log.begin(page);
                 if lease.goes_on {
                     let state = &self.settings.network;
                     state.set(ConnectionState::Connected, Instant::now(), None);
@@ -436,6 +485,7 @@ impl Device {
     /// The answer to the held request, once its tasks are done.
     fn conclusion(&mut self) -> Option<Conclusion<'_>> {
         let (to, finish, failure) = self.pending.conclude()?;
+        self.save();
         let is_version = matches!(finish, Finish::Reply(Reply::Version(_)));
         let then = match failure {
             Some(_) if is_version => Then::HangUp,

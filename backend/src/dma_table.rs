@@ -206,6 +206,17 @@ impl DmaTable {
         Ok(mapping)
     }
 
+    /// The ranges whose mapping was refused: address and length, bytes.
+    pub(crate) fn refused(&self) -> impl Iterator<Item = (Gpa, u64)> {
+        self.refused.keys().copied()
+    }
+
+    /// Records that a mapping was refused, by the process before.
+    pub(crate) fn refuse(&mut self, start: Gpa, len: u64) {
+        self.refused
+            .insert((start, len), DmaError::Range { start, len });
+    }
+
     /// Removes the mappings and refusals within a range. Returns the mappings to unmap.
     pub(crate) fn unmap(&mut self, start: Gpa, len: u64) -> Result<Vec<Mapping>, DmaError> {
         let range = page_range(start, len)?;

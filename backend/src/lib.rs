@@ -8,6 +8,7 @@
 //! - `device`: the requests to one device.
 //! - `confine`: the restrictions of this process; `helper`: the process that does the rest for it.
 //! - `directory`, `sockets`: the directory and sockets of the VM.
+//! - `records`: what outlives this process.
 //! - `lookup`, `served`: device lookup, and attaching and detaching devices.
 //! - `server`, `status`, `admin`, [`Backend`]: the subscribers of the event loop, and the loop
 //!   itself.
@@ -23,6 +24,7 @@ mod directory;
 mod dma_table;
 mod helper;
 mod lookup;
+mod records;
 mod served;
 mod server;
 mod sockets;
@@ -31,3 +33,4 @@ mod status;
 pub use backend::{Backend, Config, ReleaseHook, StartError};
 pub use farside_irq_relay::Interrupts;
 pub use helper::{Helper, serve_backend};
+pub use records::Past;

@@ -2,6 +2,7 @@
 //! runs on its own thread while the backend runs.
 
 use std::{
+    io,
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -12,6 +13,7 @@ use farside_discovery::Known;
 use farside_error_chain::Chain;
 use farside_fabric::{Budget, SharedQuota, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
+use farside_keeper::Kept;
 use farside_lender_protocol::{
     Address, CallError, Client, Described, Dialer, FindError, RamRange, Transport, find_device,
 };
@@ -27,6 +29,7 @@ use crate::{
     },
     device::{Device, DeviceError},
     helper::Helper,
+    records::Start,
     server::DeviceServer,
     sockets::{SocketName, Sockets},
 };
@@ -54,6 +57,7 @@ pub(crate) struct Lookup {
     quota: SharedQuota,
     release: Option<ReleaseHook>,
     sockets: Mutex<Sockets>,
+    kept: Kept,
 }
 
 /// A device found at a lender that can reach the VM's RAM.
@@ -90,6 +94,7 @@ impl Lookup {
             quota: Budget::of_this_process().shared_by(1).into(),
             release: config.release.clone(),
             sockets: Mutex::new(sockets),
+            kept: config.past.kept().clone(),
         }
     }
 
@@ -117,6 +122,25 @@ impl Lookup {
 
     /// Creates a device's socket and server.
     pub(crate) fn serve(&self, id: &DeviceId, found: Found) -> Result<DeviceServer, StartError> {
+        let start = Start::fresh(&self.kept)?;
+        self.start(id, found, start)
+    }
+
+    /// As [`serve`](Self::serve), with what the process before has left.
+    pub(crate) fn go_on(&self, left: Start) -> Result<(DeviceId, DeviceServer), StartError> {
+        let invalid = || io::Error::other("what the backend before has left names no device");
+        let saved = &left.left.as_ref().ok_or_else(invalid)?.saved;
+        let id: DeviceId = saved.device.parse().map_err(|_| invalid())?;
+        let found = Found {
+            lender: saved.lender.parse().map_err(|_| invalid())?,
+            described: saved.described.clone(),
+            transport: saved.transport,
+        };
+        let server = self.start(&id, found, left)?;
+        Ok((id, server))
+    }
+
+    fn start(&self, id: &DeviceId, found: Found, start: Start) -> Result<DeviceServer, StartError> {
         let Found {
             lender,
             described,
@@ -147,14 +171,14 @@ impl Lookup {
             quota: self.quota.clone(),
             release: self.release.clone(),
         };
-        let device =
-            Device::new(settings, described).map_err(|source: DeviceError| StartError::Device {
-                device: id.to_owned(),
-                source: source.into(),
-            })?;
+        let device = Device::new(settings, described, start);
+        let (device, client) = device.map_err(|source: DeviceError| StartError::Device {
+            device: id.to_owned(),
+            source: source.into(),
+        })?;
         let listener = self.sockets().open(&SocketName::Device(id.clone()))?;
         let socket = listener.path().to_owned();
-        let server = DeviceServer::new(device, listener.into())?;
+        let server = DeviceServer::new(device, listener.into(), client)?;
         let vm = &self.vm;
         log::info!("device {id} (VM {vm}): served at {}", socket.display());
         Ok(server)

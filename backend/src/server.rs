@@ -10,7 +10,7 @@ use std::{
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use farside_backend_api::DeviceReport;
 use farside_vfio_user::{
-    Connection, ConnectionError, Listener, Session, Slot,
+    AcceptError, Connection, ConnectionError, Listener, Session, Slot,
     serve::{Pumped, pump},
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -74,11 +74,24 @@ impl Client {
 }
 
 impl DeviceServer {
-    pub(crate) fn new(device: Device, listener: Listener) -> std::io::Result<Self> {
+    /// `client` is one that the process before has served.
+    pub(crate) fn new(
+        device: Device,
+        listener: Listener,
+        client: Option<(Connection, Session)>,
+    ) -> std::io::Result<Self> {
+        // It may have sent requests, for which its socket does not become readable again.
+        if client.is_some() {
+            device.worker().wakeup().raise();
+        }
+        let client = client.map(|(connection, session)| Client {
+            connection,
+            session,
+        });
         Ok(Self {
             device,
             listener,
-            client: None,
+            client,
             timer: TimerFd::new()?,
             timed: None,
             watched: [None; Source::ALL.len()],
@@ -131,7 +144,12 @@ impl DeviceServer {
             None if self.is_leaving() => return,
             None => Slot::Free,
         };
-        match self.listener.accept(slot) {
+        let accepted = self.listener.accept_stream(slot);
+        let connected = |stream| {
+            let journal = self.device.journal().map_err(ConnectionError::Journal)?;
+            Connection::with(stream, journal).map_err(AcceptError::from)
+        };
+        match accepted.and_then(|stream| stream.map(connected).transpose()) {
             Ok(Some(connection)) => {
                 self.device.client_log.connected(&self.device.name());
                 self.client = Some(Client {
@@ -182,7 +200,10 @@ impl DeviceServer {
     }
 
     fn disconnect(&mut self) {
-        self.retired.extend(self.client.take());
+        if let Some(mut client) = self.client.take() {
+            client.connection.end();
+            self.retired.push(client);
+        }
         self.device.client_gone();
     }
 

@@ -18,9 +18,13 @@ use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use crate::served::Served;
 use farside_backend_api::{BackendReport, status::FORMAT};
 use farside_daemon::{OwnedListener, RateLimit, VmName};
+use farside_keeper::Kept;
 
 /// Maximum number of peers with an unread report; others stay in the backlog. Bounds memory.
 const MAX_PEERS: usize = 16;
+
+/// What a backend without its keeper cannot do any more, and the remedy.
+const NO_KEEPER: &str = "its keeper has ended: its devices go on, but if it is killed, too, the VM loses them; stop the VM when that suits, and restart the backend";
 
 /// The status socket on the event loop.
 pub(crate) struct StatusServer {
@@ -28,6 +32,7 @@ pub(crate) struct StatusServer {
     socket: OwnedListener,
     served: Served,
     problem: Arc<OnceLock<&'static str>>,
+    kept: Kept,
     peers: Vec<Peer>,
     /// Limits the log lines on requests that cannot be answered.
     unanswered: RateLimit,
@@ -62,15 +67,22 @@ impl StatusServer {
         socket: OwnedListener,
         served: Served,
         problem: Arc<OnceLock<&'static str>>,
+        kept: Kept,
     ) -> Self {
         Self {
             vm: vm.to_owned(),
             socket,
             served,
             problem,
+            kept,
             peers: Vec::new(),
             unanswered: RateLimit::new(),
         }
+    }
+
+    fn problem(&self) -> Option<&'static str> {
+        let problem = self.problem.get().copied();
+        problem.or(self.kept.is_alone().then_some(NO_KEEPER))
     }
 
     fn report(&self) -> serde_json::Result<Vec<u8>> {
@@ -78,7 +90,8 @@ impl StatusServer {
             format: FORMAT,
             vm: self.vm.clone(),
             pid: std::process::id(),
-            problem: self.problem.get().map(|&problem| problem.to_owned()),
+            problem: self.problem().map(str::to_owned),
+            restarts: self.kept.restarts(),
             devices: self.served.reports(),
         })
     }

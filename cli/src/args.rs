@@ -297,6 +297,10 @@ pub(crate) struct Serve {
     /// ended. Then it is lost; over the network the guest is asked to release it [default: 300].
     #[arg(long, value_name = "SECONDS")]
     pub(crate) lost_after: Option<u64>,
+    /// Start a second process, the keeper, that starts the backend again when it is killed: an
+    /// NVMe model of this host goes on, and QEMU keeps its connection.
+    #[arg(long)]
+    pub(crate) keeper: bool,
     /// Group that may connect to the devices' sockets, for a QEMU that runs as
     /// another user: for example libvirt-qemu [default: only this user].
     #[arg(long, value_name = "GROUP")]

@@ -48,12 +48,16 @@ fn main() -> ExitCode {
     match dispatch(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", Plain(&error));
-            for cause in error.chain().skip(1) {
-                eprintln!("  caused by: {}", Plain(cause));
-            }
+            report(&error);
             ExitCode::FAILURE
         }
+    }
+}
+
+fn report(error: &anyhow::Error) {
+    eprintln!("error: {}", Plain(error));
+    for cause in error.chain().skip(1) {
+        eprintln!("  caused by: {}", Plain(cause));
     }
 }
 

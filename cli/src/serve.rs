@@ -3,7 +3,7 @@
 use std::{os::fd::AsFd, process::Command, time::Duration};
 
 use anyhow::Context;
-use farside_backend::{Backend, Config, Helper, Interrupts, ReleaseHook, serve_backend};
+use farside_backend::{Backend, Config, Helper, Interrupts, Past, ReleaseHook, serve_backend};
 use farside_daemon::{Activated, Wakeup, paths};
 use farside_fabric::pin::PinPolicy;
 use farside_vm_config::{DeviceConfig, HostConfig, VmConfig};
@@ -24,6 +24,29 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let activated = Activated::from_env()?;
+    if !args.keeper {
+        return serve(args, activated, Past::default());
+    }
+    let backend = |kept| {
+        // The service manager listens to the process that it has started.
+        farside_daemon::end_notices();
+        match serve(args, activated, Past::new(kept)) {
+            Ok(()) => 0,
+            Err(error) => {
+                crate::report(&error);
+                1
+            }
+        }
+    };
+    let announce = || farside_daemon::ready("keeping the backend");
+    let ended = farside_keeper::keep(backend, announce);
+    match ended.context("cannot start the backend's process")? {
+        0 => Ok(()),
+        code => std::process::exit(code.into()),
+    }
+}
+
+fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
     let mut file = match &args.config {
         Some(path) => VmConfig::load(path)?,
         None => {
@@ -99,6 +122,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
         lost_after: Duration::from_secs(args.lost_after.or(file.lost_after).unwrap_or(LOST_AFTER)),
         socket_group: args.socket_group.or(file.socket_group),
         release: Some(release),
+        past,
         helper: Some(helper),
     };
     let backend = Backend::start_activated(&config, activated)?;

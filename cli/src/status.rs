@@ -152,6 +152,9 @@ fn write(text: &mut String, status: &Status, hidden: bool) -> fmt::Result {
     }
     for backend in &status.backends {
         writeln!(text, "VM {}", backend.vm)?;
+        if let Some(restarts @ 1..) = backend.restarts {
+            writeln!(text, "  started again {restarts} times")?;
+        }
         if let Some(problem) = &backend.problem {
             writeln!(text, "  problem: {problem}")?;
         }

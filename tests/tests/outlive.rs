@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_backend_api::ConnectionState;
 use farside_devices::dma_test::{Command, control, reg, status};
 use farside_scripted_vmm::{
     device::Device,
@@ -499,4 +500,47 @@ fn a_dma_test_device_goes_on_while_its_lender_is_killed() {
         "DMA test device: {pattern} commands; longest without a kill {:.1?}, with 20 kills {:.1?}",
         longest[0], longest[1]
     );
+}
+
+fn kill_backends(doorbells: Doorbells, count: u64) {
+    let cluster = Cluster::new().unwrap();
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let _lender = lend(&cluster, &image);
+    let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
+    let keeper = serve.start().unwrap();
+    let pauses = under_load(&cluster, doorbells, |mut random, progress| {
+        let mut kills = Vec::new();
+        for round in 1..=count {
+            progress.wait(&mut random, Duration::from_millis(50));
+            let [backend] = keeper.children()[..] else {
+                panic!("the keeper has one child");
+            };
+            kills.push(Instant::now());
+            kill_process(backend, Signal::KILL).unwrap();
+            // The next backend may not have its sockets yet.
+            let deadline = Instant::now() + TIMEOUT;
+            let goes_on = || {
+                let status = cluster.status().ok()?;
+                let restarts = status.0.backend("a")?.restarts?;
+                let connection = status.borrow("a", "disk0").ok()?.connection?;
+                Some(restarts >= round && connection.state == ConnectionState::Connected)
+            };
+            while goes_on() != Some(true) {
+                assert!(Instant::now() < deadline, "{}", keeper.log());
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        kills
+    });
+    print(&format!("backend, {doorbells:?}"), pauses);
+}
+
+#[test]
+fn a_backend_that_is_killed_under_load_costs_a_pause() {
+    kill_backends(Doorbells::Registers, 50);
+}
+
+#[test]
+fn a_backend_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause() {
+    kill_backends(Doorbells::Buffer, 50);
 }

@@ -232,10 +232,12 @@ fn status_is_documented() {
         vm: "web1".parse().unwrap(),
         pid: 7,
         problem: Some("its helper process has ended".to_owned()),
+        restarts: Some(1),
         devices: vec![borrowed, idle, connected],
     };
     let without_problem = BackendReport {
         problem: None,
+        restarts: None,
         ..backend.clone()
     };
     let lender = LenderReport {

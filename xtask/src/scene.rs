@@ -99,17 +99,19 @@ pub(crate) fn socket(directory: &Path, vm: &str) -> PathBuf {
 }
 
 impl Scene {
-    /// Starts a lender of `image` and a backend for `vm`. `directory` is from
+    /// Starts a lender of `image` and a backend for `vm`, with `more` arguments. `directory` is from
     /// [`directory`].
     pub(crate) fn start(
         program: PathBuf,
         directory: TempDir,
         image: &Path,
         vm: &'static str,
+        more: &[&str],
     ) -> Result<Self> {
         let path = directory.path();
         let lender = lend(&program, path, image)?;
-        let serve = farside(&program, path, &["serve", "--vm", vm, "--device", DEVICE]);
+        let serve = ["serve", "--vm", vm, "--device", DEVICE];
+        let serve = farside(&program, path, &[&serve, more].concat());
         let mut backend = Child::spawn("the backend", serve, &path.join("backend.log"))?;
         await_socket(&socket(path, vm), &mut backend)?;
         let scene = Self {
@@ -129,6 +131,25 @@ impl Scene {
     /// The backend's process id.
     pub(crate) fn backend_pid(&self) -> u32 {
         self.backend.pid()
+    }
+
+    /// The backend, if its keeper was started.
+    pub(crate) fn kept_backend(&self) -> Vec<Pid> {
+        interrupt::children_of(&self.backend.pid().to_string())
+    }
+
+    /// The process that serves the device: the backend, or that of its keeper.
+    pub(crate) fn serving_pid(&self) -> Result<u32> {
+        let status = self.status()?;
+        let backend = status.backend(self.vm);
+        Ok(backend.context("there is no status of the backend")?.pid)
+    }
+
+    /// How often the keeper has started the backend again.
+    pub(crate) fn restarts(&self) -> Result<u64> {
+        let status = self.status()?;
+        let backend = status.backend(self.vm);
+        Ok(backend.and_then(|it| it.restarts).unwrap_or_default())
     }
 
     /// The device's socket.

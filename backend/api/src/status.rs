@@ -38,6 +38,9 @@ pub struct BackendReport {
     /// A problem of the backend for the operator, with its remedy.
     #[serde(default)]
     pub problem: Option<String>,
+    /// How often its keeper has started it again. `None` without a keeper.
+    #[serde(default)]
+    pub restarts: Option<u64>,
     /// The devices that it serves.
     pub devices: Vec<DeviceReport>,
 }

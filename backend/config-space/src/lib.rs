@@ -178,6 +178,22 @@ impl ConfigSpace {
         outside.fill(0xff);
     }
 
+    /// All registers, of which [`restore`](Self::restore) makes the same state.
+    pub fn registers(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Takes over the registers of the same function, as another process has left them. Returns whether they are of the
+    /// right size; if not, nothing is changed.
+    #[must_use]
+    pub fn restore(&mut self, registers: &[u8]) -> bool {
+        let fits = registers.len() == self.bytes.len();
+        if fits {
+            self.bytes.copy_from_slice(registers);
+        }
+        fits
+    }
+
     /// [Stages](Self::stage) and [commits](Self::commit) a write.
     pub fn write(&mut self, offset: u64, data: &[u8]) -> Effects {
         let staged = self.stage(offset, data);

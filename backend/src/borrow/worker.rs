@@ -36,6 +36,7 @@ use crate::{
     ReleaseHook,
     dma_table::Blocked,
     helper::{Helper, held_fence},
+    records::{LeaseRecord, LeftLease},
 };
 use work::Borrower;
 
@@ -234,15 +235,19 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts the thread. `described` is the description that the client sees.
-    pub(crate) fn start(settings: Settings, described: Described) -> std::io::Result<Self> {
+    /// Starts the thread. `described` is the description that the client sees, `lease` what the process before has left.
+    pub(crate) fn start(
+        settings: Settings,
+        described: Described,
+        lease: (LeaseRecord, LeftLease),
+    ) -> std::io::Result<Self> {
         let (jobs, inbox) = mpsc::channel();
         let (outbox, outcomes) = mpsc::channel();
         let wakeup = Wakeup::new()?;
         let raised = wakeup.clone();
         let cancel = Arc::new(AtomicBool::new(false));
         let name = format!("borrow-{}", settings.device);
-        let mut borrower = Borrower::new(settings, described, Arc::clone(&cancel));
+        let mut borrower = Borrower::new(settings, described, Arc::clone(&cancel), lease);
         let thread = std::thread::Builder::new().name(name).spawn(move || {
             // Dropped in the reverse order: when the thread panics, the event
             // loop wakes to a closed outbox.

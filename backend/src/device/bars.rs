@@ -29,8 +29,8 @@ struct StateFile {
 }
 
 impl StateFile {
-    /// `None` if the device has no state.
-    fn new(bytes: u64) -> std::io::Result<Option<Self>> {
+    /// Of `bytes`, in a new file or one that was left. `None` if the device has no state.
+    fn new(bytes: u64, left: Option<OwnedFd>) -> std::io::Result<Option<Self>> {
         if bytes == 0 {
             return Ok(None);
         }
@@ -39,7 +39,8 @@ impl StateFile {
                 "its state has {bytes} bytes: {STATE_PAGE} to {MOST_STATE} are supported"
             )));
         }
-        let file = farside_fabric::memory::create_sealed("farside-state", bytes)?;
+        let new = || farside_fabric::memory::create_sealed("farside-state", bytes);
+        let file = left.map_or_else(new, Ok)?;
         let memory = SharedMemory::map(file.try_clone()?, 0, STATE_PAGE as usize, false)?;
         let page = memory.slice(0, STATE_PAGE as usize);
         let file = Arc::new(file);
@@ -58,6 +59,16 @@ struct Bar {
 impl Bars {
     /// The state before a lease: new zeroed files for a model, none for hardware.
     pub(crate) fn new(described: &Described) -> std::io::Result<Self> {
+        Self::with(described, Vec::new(), None)
+    }
+
+    /// As [`new`](Self::new), with the files that were left, in the order of [`files`](Self::files), and that of the state.
+    pub(crate) fn with(
+        described: &Described,
+        left: Vec<OwnedFd>,
+        state: Option<OwnedFd>,
+    ) -> std::io::Result<Self> {
+        let mut left = left.into_iter();
         let mut bars = [const { None }; 6];
         for (slot, bar) in bars.iter_mut().zip(&described.description.bars) {
             let Some(bar) = bar else { continue };
@@ -67,10 +78,10 @@ impl Bars {
             let memory = match described.bars {
                 BarOwner::Lender => None,
                 BarOwner::Borrower => Some(BarFile {
-                    file: Arc::new(farside_fabric::memory::create_sealed(
-                        "farside-bar",
-                        bar.size,
-                    )?),
+                    file: Arc::new(match left.next() {
+                        Some(file) => file,
+                        None => farside_fabric::memory::create_sealed("farside-bar", bar.size)?,
+                    }),
                     offset: 0,
                 }),
             };
@@ -86,7 +97,7 @@ impl Bars {
         Ok(Self {
             owner: described.bars,
             bars,
-            state: StateFile::new(described.state)?,
+            state: StateFile::new(described.state, state)?,
         })
     }
 

@@ -86,6 +86,7 @@ impl Device {
     /// The outage is over: the device has another process, or is given up.
     pub(super) fn end_outage(&mut self) {
         self.outage = None;
+        self.is_taken_over = false;
     }
 
     /// The next task, unless one is waiting.
@@ -97,7 +98,12 @@ impl Device {
             return None;
         }
         let now = Instant::now();
-        let needs_device = self.pending.then.front().map(needs_device);
+        let next = self.pending.then.front();
+        let is_taken_over = self.is_taken_over;
+        let needs_device = next.map(|task| match task {
+            Task::Event(Event::ClientGone | Event::LenderGone) | Task::Forget => false,
+            task => is_taken_over || needs_device(task),
+        });
         if needs_device == Some(false) {
             outage.held_until = None;
             return self.pending.take();
@@ -111,6 +117,9 @@ impl Device {
             return None;
         }
         outage.held_until = None;
+        if is_taken_over && next.is_some_and(stops_dma) {
+            self.give_up("the device of the backend before may still do DMA".into());
+        }
         self.pending.take()
     }
 
@@ -163,6 +172,7 @@ impl Device {
             since.elapsed()
         );
         self.goes_on = false;
+        self.is_taken_over = false;
         self.log.clear();
         let state = &self.settings.network;
         state.set(ConnectionState::GivenUp, Instant::now(), Some(error));
@@ -180,7 +190,25 @@ impl Device {
             outage.since.elapsed()
         );
         self.settings.network.restarted(Instant::now());
+        if std::mem::take(&mut self.is_taken_over) && self.config.may_dma() {
+            let open = Task::Event(Event::EnableBusMaster);
+            self.pending.then.push_front(open);
+        }
     }
+}
+
+/// Whether a task must not be done while a device may do DMA.
+fn stops_dma(task: &Task) -> bool {
+    matches!(
+        task,
+        Task::Event(
+            Event::MemoryRemoved(_)
+                | Event::MemoryRefused(_)
+                | Event::DisableBusMaster
+                | Event::Reset
+                | Event::FunctionReset
+        )
+    )
 }
 
 /// Whether a task waits for a device; the others are done without one.

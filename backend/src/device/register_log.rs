@@ -1,40 +1,59 @@
 //! Writes to registers that the device may not have served: a guest posts them, and does not write again.
 //!
-//! The device's process counts what it has served in the first page of its state. A write that it has served and not
-//! counted is sent twice, which has no effect: no other access is between the two.
-
-use std::collections::VecDeque;
+//! The device's process counts in the first page of its state what it has served, in all processes together. A write
+//! that it has served and not counted is sent twice, which has no effect: no other access is between the two. The log is
+//! in the [records](farside_keeper) of the device: the next backend goes on with it.
 
 use farside_fabric::memory::HostSlice;
+use farside_keeper::Words;
 use farside_lender_protocol::{Channel, ChannelError, registers::Access, served};
 
 /// When the count is looked at.
-const MANY: usize = 256;
+const MANY: u64 = 256;
 
 /// Most writes that wait for a device. A driver rings a doorbell for each command, of which there are no more than
 /// there is room for in its queues.
-const MOST: usize = 4096;
+const MOST: u64 = 4096;
 
-/// The writes of one device.
-#[derive(Debug, Default)]
+/// The number of a write that was not sent.
+const UNSENT: u64 = u64::MAX;
+
+/// Words: the first write that is kept, and the end of them.
+const FIRST: usize = 0;
+const END: usize = 1;
+/// Where the writes begin, of four words each.
+const WRITES: usize = farside_keeper::LOG_WORDS - 4 * MOST as usize;
+
+/// The writes of one device, the oldest first: those that were sent, with the number of the access, then those that wait.
+#[derive(Debug)]
 pub(crate) struct RegisterLog {
+    words: Words,
     /// The first page of the device's state, if that outlives its process.
     page: Option<HostSlice>,
-    /// Accesses sent in all.
+    /// The number of the next access.
     sent: u64,
-    /// Writes that were sent, with their number.
-    unserved: VecDeque<(u64, Access)>,
-    /// Writes that were not.
-    waiting: VecDeque<Access>,
+    /// The first write that waits.
+    waiting: u64,
 }
 
 impl RegisterLog {
-    /// For a lease that goes on, whose state has this first page.
-    pub(crate) fn new(page: Option<HostSlice>) -> Self {
-        Self {
-            page,
-            ..Self::default()
-        }
+    /// What is in `words` waits for a device.
+    pub(crate) fn new(words: Words) -> Self {
+        let mut log = Self {
+            words,
+            page: None,
+            sent: 0,
+            waiting: 0,
+        };
+        log.waiting = log.end();
+        log
+    }
+
+    /// An empty one for a lease, whose state has this first page if it goes on.
+    pub(crate) fn begin(&mut self, page: Option<HostSlice>) {
+        self.clear();
+        self.sent = page.as_ref().map_or(0, served);
+        self.page = page;
     }
 
     /// Sends an access after those that wait. Returns false if the channel is full.
@@ -43,71 +62,141 @@ impl RegisterLog {
         channel: &mut Channel,
         access: Access,
     ) -> Result<bool, ChannelError> {
-        if !(self.flush(channel)? && channel.try_send(&access, &[])?) {
+        if !self.flush(channel)? {
             return Ok(false);
         }
-        self.note(access);
+        // Recorded first: a backend that is killed now sends it again.
+        let is_kept = self.page.is_some() && matches!(access, Access::Write { .. });
+        self.drop_served();
+        let before = self.end();
+        if is_kept {
+            self.push(self.sent, access);
+        }
+        match channel.try_send(&access, &[]) {
+            Ok(true) => {}
+            failed => {
+                if is_kept {
+                    self.words.set(END, before);
+                    self.waiting = before;
+                }
+                return failed;
+            }
+        }
+        self.sent += 1;
+        self.waiting = self.end();
         Ok(true)
     }
 
     /// Sends what waits. Returns whether all of it was sent.
     pub(crate) fn flush(&mut self, channel: &mut Channel) -> Result<bool, ChannelError> {
-        while let Some(access) = self.waiting.front().copied() {
+        while self.is_waiting() {
+            let (_, access) = self.write(self.waiting);
             if !channel.try_send(&access, &[])? {
                 return Ok(false);
             }
-            self.waiting.pop_front();
-            self.note(access);
+            self.words.set(place(self.waiting), self.sent);
+            self.sent += 1;
+            self.waiting += 1;
         }
         Ok(true)
     }
 
-    fn note(&mut self, access: Access) {
-        let number = self.sent;
-        self.sent += 1;
-        let Some(page) = &self.page else {
+    fn drop_served(&mut self) {
+        let Some(page) = self.page.as_ref().filter(|_| self.len() >= MANY) else {
             return;
         };
-        if !matches!(access, Access::Write { .. }) {
-            return;
-        }
-        self.unserved.push_back((number, access));
-        if self.unserved.len() >= MANY {
-            let served = served(page);
-            while self.unserved.front().is_some_and(|(n, _)| *n < served) {
-                self.unserved.pop_front();
-            }
-            // A process that does not count harms its own VM.
-            while self.unserved.len() > MOST {
-                self.unserved.pop_front();
-            }
+        self.drop_before(served(page));
+        // A process that does not count harms its own VM.
+        if self.len() > MOST - MANY {
+            self.words.set(FIRST, self.end() - (MOST - MANY));
         }
     }
 
-    /// The device's process has ended, which had served `served` accesses: the others wait for the next one.
-    pub(crate) fn cut(&mut self, served: u64) {
-        let unserved = self.unserved.drain(..).rev();
-        for (_, access) in unserved.filter(|(number, _)| *number >= served) {
-            self.waiting.push_front(access);
+    /// Drops the writes that were sent, with a number below `served`.
+    fn drop_before(&mut self, served: u64) {
+        let mut first = self.first();
+        while first < self.waiting && self.write(first).0 < served {
+            first += 1;
         }
-        self.sent = 0;
+        self.words.set(FIRST, first);
+    }
+
+    /// The device's process has ended, which had served `served` accesses: the others wait for the next one. `page` is as
+    /// for [`begin`](Self::begin).
+    pub(crate) fn cut(&mut self, page: Option<HostSlice>, served: u64) {
+        self.page = page;
+        self.drop_before(served);
+        self.waiting = self.first();
+        self.sent = served;
     }
 
     /// Keeps a write for the next process. Returns false if there are too many.
     pub(crate) fn wait(&mut self, access: Access) -> bool {
-        self.waiting.push_back(access);
-        self.waiting.len() <= MOST
+        if self.len() >= MOST {
+            return false;
+        }
+        self.push(UNSENT, access);
+        true
     }
 
     pub(crate) fn is_waiting(&self) -> bool {
-        !self.waiting.is_empty()
+        self.waiting < self.end()
     }
 
     /// The device is reset, after all that was written.
     pub(crate) fn clear(&mut self) {
-        self.unserved.clear();
-        self.waiting.clear();
+        self.words.set(FIRST, self.end());
+        self.waiting = self.end();
     }
+
+    fn first(&self) -> u64 {
+        self.words.get(FIRST)
+    }
+
+    fn end(&self) -> u64 {
+        self.words.get(END)
+    }
+
+    fn len(&self) -> u64 {
+        self.end().saturating_sub(self.first())
+    }
+
+    fn push(&mut self, number: u64, access: Access) {
+        let Access::Write {
+            bar,
+            offset,
+            len,
+            value,
+        } = access
+        else {
+            return;
+        };
+        let end = self.end();
+        let at = place(end);
+        self.words.set(at, number);
+        self.words.set(at + 1, u64::from(bar) << 8 | u64::from(len));
+        self.words.set(at + 2, offset);
+        self.words.set(at + 3, value);
+        self.words.set(END, end + 1);
+    }
+
+    /// A write that is kept, with its number.
+    fn write(&self, index: u64) -> (u64, Access) {
+        let at = place(index);
+        let [number, kind, offset, value] = [0, 1, 2, 3].map(|word| self.words.get(at + word));
+        let access = Access::Write {
+            bar: (kind >> 8) as u8,
+            offset,
+            len: kind as u8,
+            value,
+        };
+        (number, access)
+    }
+}
+
+/// The first word of a write.
+fn place(index: u64) -> usize {
+    WRITES + 4 * (index % MOST) as usize
 }
 
 #[cfg(test)]
@@ -127,6 +216,11 @@ mod tests {
         }
     }
 
+    fn log() -> RegisterLog {
+        let file = farside_keeper::DeviceFile::new().unwrap();
+        RegisterLog::new(file.log().unwrap())
+    }
+
     fn received(channel: &mut Channel) -> Vec<Access> {
         let next = || channel.receive(Duration::ZERO).ok();
         std::iter::from_fn(next).map(|(access, _)| access).collect()
@@ -136,7 +230,8 @@ mod tests {
     fn what_was_not_served_is_sent_again_in_order_and_nothing_else() {
         let memory = SharedMemory::anonymous(4096).unwrap();
         let page = memory.slice(0, 4096).unwrap();
-        let mut log = RegisterLog::new(Some(page.clone()));
+        let mut log = log();
+        log.begin(Some(page.clone()));
         let (mut ours, mut theirs) = Channel::pair().unwrap();
         let read = Access::Read {
             bar: 0,
@@ -149,19 +244,18 @@ mod tests {
         assert_eq!(received(&mut theirs).len(), 4);
         // The first write and the read.
         page.store_u64(0, 2, std::sync::atomic::Ordering::Release);
-        log.cut(served(&page));
+        log.cut(Some(page.clone()), served(&page));
         assert!(log.wait(write(4)));
         let (mut ours, mut theirs) = Channel::pair().unwrap();
-        page.store_u64(0, 0, std::sync::atomic::Ordering::Release);
         assert!(log.send(&mut ours, write(5)).unwrap());
         assert_eq!(received(&mut theirs), [2, 3, 4, 5].map(write));
         // The next process has served none.
-        log.cut(0);
+        log.cut(Some(page.clone()), served(&page));
         let (mut ours, mut theirs) = Channel::pair().unwrap();
         assert!(log.flush(&mut ours).unwrap());
         assert_eq!(received(&mut theirs), [2, 3, 4, 5].map(write));
         log.clear();
-        log.cut(0);
+        log.cut(Some(page.clone()), served(&page));
         assert!(!log.is_waiting());
     }
 
@@ -169,13 +263,14 @@ mod tests {
     fn a_long_life_takes_no_memory() {
         let memory = SharedMemory::anonymous(4096).unwrap();
         let page = memory.slice(0, 4096).unwrap();
-        let mut log = RegisterLog::new(Some(page.clone()));
+        let mut log = log();
+        log.begin(Some(page.clone()));
         let (mut ours, mut theirs) = Channel::pair().unwrap();
         for n in 0..10_000 {
             assert!(log.send(&mut ours, write(n)).unwrap());
             received(&mut theirs);
             page.store_u64(0, n, std::sync::atomic::Ordering::Release);
-            assert!(log.unserved.len() <= MANY);
+            assert!(log.len() <= MANY);
         }
     }
 }

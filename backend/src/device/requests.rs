@@ -237,8 +237,10 @@ impl Handler for Device {
 
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
         self.ram_taken &= matches!(request, Request::DmaUnmap(_));
+        self.records.is_dirty |= changes_state(&request);
         match request {
             Request::Version(negotiated) => {
+                self.negotiated = Some(negotiated);
                 let finish = Finish::Reply(Reply::Version(negotiated));
                 self.hold(to, finish, [Task::Work(Job::Check)])
             }
@@ -283,6 +285,18 @@ impl Handler for Device {
                 [Task::ResetConfig, Task::Event(Event::Reset)],
             ),
         }
+    }
+}
+
+/// Whether a request may change what the next backend is to find.
+fn changes_state(request: &Request<'_>) -> bool {
+    match request {
+        Request::DeviceGetInfo
+        | Request::DeviceGetRegionInfo { .. }
+        | Request::DeviceGetIrqInfo { .. }
+        | Request::RegionRead { .. } => false,
+        Request::RegionWrite(write) => !matches!(write.region, Region::Bar(_)),
+        _ => true,
     }
 }
 

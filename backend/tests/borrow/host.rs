@@ -142,6 +142,7 @@ impl Host {
             lost_after: Duration::from_secs(300),
             socket_group: None,
             release: None,
+            past: Default::default(),
             helper: None,
         }
     }

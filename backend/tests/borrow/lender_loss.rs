@@ -293,6 +293,7 @@ pub fn config(
         lost_after: Duration::from_secs(300),
         socket_group: None,
         release: None,
+        past: Default::default(),
         helper: None,
     }
 }

@@ -89,6 +89,7 @@ fn main() {
         loss::a_backend_told_to_stop_gives_all_back,
         outlive::workers_that_are_killed_cost_a_guest_no_io_error,
         outlive::lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error,
+        outlive::backends_that_are_killed_cost_a_guest_no_io_error,
         refusals::private_guest_ram_is_refused_with_the_option_to_add,
         refusals::a_guest_too_large_for_the_window_is_told_what_fits,
         refusals::memory_that_may_not_be_locked_is_refused,

@@ -1,8 +1,9 @@
 //! The processes of a disk are killed under a running guest, which sees pauses.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use farside_backend_api::ConnectionState;
 use farside_tests::{BOOT, Cluster, Guest, MIB, SHORT};
 use libtest_mimic::Completion;
 use rustix::process::{Pid, Signal, kill_process};
@@ -67,6 +68,38 @@ pub fn lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error(
     finish(cluster, guest, &before)
 }
 
+pub fn backends_that_are_killed_cost_a_guest_no_io_error(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
+    let keeper = serve.start()?;
+    let guest = cluster.guest("a").whole().boot()?;
+    guest.wait_disk()?;
+    let before = errors(&guest)?;
+    let load = guest.exec_start(LOAD, BOOT)?;
+    for kill in 1..=KILLS {
+        std::thread::sleep(Duration::from_millis(1200));
+        kill_process(child(keeper.pid(), "serve")?, Signal::KILL)?;
+        // Until the next one has its sockets, there is no status of it.
+        let deadline = Instant::now() + SHORT;
+        let goes_on = || -> anyhow::Result<bool> {
+            let status = cluster.status()?;
+            let restarts = status.0.backend("a").and_then(|it| it.restarts);
+            let connection = status.borrow("a", "disk0")?.connection;
+            let state = connection.map(|it| it.state);
+            Ok(restarts == Some(kill) && state == Some(ConnectionState::Connected))
+        };
+        while !goes_on().unwrap_or_default() {
+            ensure!(Instant::now() < deadline, "{}", keeper.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    let output = load.wait()?;
+    ensure!(output.success(), "{output}");
+    finish(cluster, guest, &before)
+}
+
 fn finish(cluster: &Cluster, guest: Guest<'_>, before: &str) -> anyhow::Result<Completion> {
     let after = errors(&guest)?;
     ensure!(after == before, "the guest's kernel log has {after}");
@@ -85,14 +118,19 @@ fn errors(guest: &Guest<'_>) -> anyhow::Result<String> {
 
 /// The worker of a device.
 fn worker(lender: u32, device: &str) -> anyhow::Result<Pid> {
-    let threads = std::fs::read_dir(format!("/proc/{lender}/task"))?.flatten();
+    child(lender, device)
+}
+
+/// The child of a process that has an argument.
+fn child(parent: u32, argument: &str) -> anyhow::Result<Pid> {
+    let threads = std::fs::read_dir(format!("/proc/{parent}/task"))?.flatten();
     let children = threads.map(|thread| std::fs::read_to_string(thread.path().join("children")));
     let pids: String = children.map(Result::unwrap_or_default).collect();
-    let of_device = |pid: &&str| {
+    let has_it = |pid: &&str| {
         let arguments = std::fs::read_to_string(format!("/proc/{pid}/cmdline"));
-        arguments.is_ok_and(|arguments| arguments.split('\0').any(|word| word == device))
+        arguments.is_ok_and(|arguments| arguments.split('\0').any(|word| word == argument))
     };
-    let pid = pids.split_whitespace().find(of_device);
+    let pid = pids.split_whitespace().find(has_it);
     let pid = pid.and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw);
-    pid.with_context(|| format!("no worker of {device}"))
+    pid.with_context(|| format!("process {parent} has no child with {argument:?}"))
 }

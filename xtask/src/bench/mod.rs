@@ -186,6 +186,7 @@ fn in_a_guest(
         scene::directory(VM)?,
         &images.borrowed,
         VM,
+        &[],
     )?;
     let testers = match args.wants(Chapter::PingPong) {
         true => Some(Testers::start(program)?),

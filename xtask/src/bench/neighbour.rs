@@ -106,7 +106,7 @@ pub(super) fn measure(
     let task = progress.spinner("Reading beside a busy neighbour");
     let mut series = Vec::new();
     for (doorbells, all) in MODES {
-        let scene = Scene::start(program.to_owned(), scene::directory(VM)?, image, VM)?;
+        let scene = Scene::start(program.to_owned(), scene::directory(VM)?, image, VM, &[])?;
         let measured = Stage::new(&scene, doorbells, [device, driver])
             .and_then(|mut stage| stage.measure(all, turns))
             .map_err(|error| error.context(format!("the bench failed{}", scene.last_words())))?;

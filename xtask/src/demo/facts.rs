@@ -118,11 +118,11 @@ impl Facts {
     pub(super) fn checks(&self) -> Vec<Check> {
         let mut checks = self.checks_of_any();
         if let Some(kills) = &self.kills {
-            let killed = [Victim::Worker, Victim::Lender]
+            let killed = Victim::ALL
                 .iter()
                 .all(|victim| kills.get(victim).is_some_and(|count| *count > 0));
             checks.push(Check {
-                what: "worker and lender were killed while the guest used the disk, QEMU went on, and no I/O failed",
+                what: "worker, lender and backend were killed while the guest used the disk, QEMU went on, and no I/O failed",
                 holds: killed && self.qemu_survived && self.guest.io_errors == 0,
                 why: format!("{kills:?}, {} lines of the guest's kernel about failed I/O", self.guest.io_errors),
             });
@@ -339,7 +339,14 @@ pub(super) mod tests {
                 sha256,
                 fsck: String::new(),
             },
-            kills: Some([(Victim::Worker, 2), (Victim::Lender, 1)].into()),
+            kills: Some(
+                [
+                    (Victim::Worker, 2),
+                    (Victim::Lender, 1),
+                    (Victim::Backend, 1),
+                ]
+                .into(),
+            ),
             qemu_survived: true,
             ..Facts::default()
         }

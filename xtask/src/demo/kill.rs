@@ -26,17 +26,24 @@ pub(super) enum Victim {
     Worker,
     /// The lender's own process; another is started.
     Lender,
+    /// The VM's backend.
+    Backend,
 }
 
-/// Kills the worker and the lender in turns, until `is_done`.
+impl Victim {
+    /// In the order in which they are killed.
+    pub(super) const ALL: [Self; 3] = [Self::Worker, Self::Lender, Self::Backend];
+}
+
+/// Kills the worker, the lender and the backend in turns, until `is_done`.
 pub(super) fn kill(
     scene: &mut Scene,
     progress: &Progress,
     is_done: impl Fn() -> bool,
 ) -> Result<Kills> {
     let task = progress.spinner("Killing what serves the disk");
-    let mut kills = Kills::from([(Victim::Worker, 0), (Victim::Lender, 0)]);
-    for victim in [Victim::Worker, Victim::Lender].into_iter().cycle() {
+    let mut kills: Kills = Victim::ALL.map(|victim| (victim, 0)).into();
+    for victim in Victim::ALL.into_iter().cycle() {
         let sleeps = BETWEEN.div_duration_f64(LOOK_AGAIN) as u32;
         let done = (0..sleeps).any(|_| {
             thread::sleep(LOOK_AGAIN);
@@ -45,7 +52,7 @@ pub(super) fn kill(
         if done {
             break;
         }
-        let before = restarts(scene)?.0;
+        let before = restarts(scene)?;
         match victim {
             Victim::Worker => {
                 for worker in scene.workers() {
@@ -53,23 +60,45 @@ pub(super) fn kill(
                 }
             }
             Victim::Lender => scene.replace_lender()?,
+            Victim::Backend => {
+                for backend in scene.kept_backend() {
+                    kill_process(backend, Signal::KILL).context("killing the backend")?;
+                }
+            }
         }
         *kills.entry(victim).or_default() += 1;
         let count: u64 = kills.values().sum();
         task.detail(&format!("{count} processes"));
         scene.wait_for("the disk is served again", |scene| {
-            let (restarts, is_served) = restarts(scene)?;
-            Ok(restarts > before && is_served)
+            // Until the next backend has its sockets, there is no status of it.
+            let Ok(now) = restarts(scene) else {
+                return Ok(false);
+            };
+            let goes_on = match victim {
+                Victim::Worker | Victim::Lender => now.of_lease > before.of_lease,
+                Victim::Backend => now.of_backend > before.of_backend,
+            };
+            Ok(goes_on && now.is_served)
         })?;
     }
     task.done();
     Ok(kills)
 }
 
-/// How often the lease has gone on, and whether the disk is served.
-fn restarts(scene: &Scene) -> Result<(u64, bool)> {
+/// What the status says.
+struct Restarts {
+    of_backend: u64,
+    /// How often the lease has gone on since.
+    of_lease: u64,
+    is_served: bool,
+}
+
+fn restarts(scene: &Scene) -> Result<Restarts> {
     let connection = scene.borrow()?.connection;
     let connection = connection.context("the backend's status has no connection")?;
-    let is_served = connection.state == ConnectionState::Connected;
-    Ok((connection.restarts, is_served))
+    Ok(Restarts {
+        of_backend: scene.restarts()?,
+        of_lease: connection.restarts,
+        is_served: connection.state == ConnectionState::Connected,
+    })
 }

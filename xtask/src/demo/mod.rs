@@ -59,7 +59,8 @@ pub(crate) fn run(args: &Demo) -> Result<ExitCode> {
     File::create(&image)
         .and_then(|file| file.set_len(DRIVE))
         .with_context(|| format!("making {}", image.display()))?;
-    let mut scene = Scene::start(program, scene::directory(VM)?, &image, VM)?;
+    let keeper: &[&str] = if args.kill { &["--keeper"] } else { &[] };
+    let mut scene = Scene::start(program, scene::directory(VM)?, &image, VM, keeper)?;
 
     let mut facts = Facts {
         memory: size.memory_mib << 20,
@@ -170,7 +171,7 @@ fn look(scene: &Scene) -> Result<Seen> {
     Ok(Seen {
         borrow,
         lent,
-        kernel: KernelView::of(scene.backend_pid())?,
+        kernel: KernelView::of(scene.serving_pid()?)?,
     })
 }
 

@@ -124,6 +124,7 @@ pub(super) fn text(facts: &Facts) -> String {
             let name = match victim {
                 Victim::Worker => "the disk's worker",
                 Victim::Lender => "the lender",
+                Victim::Backend => "the VM's backend",
             };
             line(&mut text, name, counted(*count, "time", "times"));
         }
@@ -297,7 +298,10 @@ mod tests {
             }
         }
         assert_eq!(json["bytes_pinned_after_bme"], json["guest_ram_bytes"]);
-        assert_eq!(json["kills"], serde_json::json!({"worker": 2, "lender": 1}));
+        assert_eq!(
+            json["kills"],
+            serde_json::json!({"worker": 2, "lender": 1, "backend": 1})
+        );
     }
 
     #[test]

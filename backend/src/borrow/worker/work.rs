@@ -14,9 +14,7 @@ use farside_error_chain::Chain;
 use farside_fabric::pin::{self, PinOptions};
 use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
 use farside_irq_relay::SetIrqs;
-use farside_lender_protocol::{
-    BarOwner, Client, Described, IrqUpdate, Keeping, RamRange, Transport,
-};
+use farside_lender_protocol::{BarOwner, Client, Described, IrqUpdate, Keeping, Transport};
 
 use super::{
     Job, LayoutReport, NewLease, Outcome, Settings, StepDone, WorkError,
@@ -25,15 +23,11 @@ use super::{
 };
 use crate::{
     borrow::{
-        Setup, State, Step,
-        bars::LeasedBars,
-        error::PathError,
-        network,
-        page_pins::PagePins,
-        path::{OpenPath, window_iova},
-        peer_mapper::PeerMapper,
+        Setup, State, Step, bars::LeasedBars, error::PathError, network, page_pins::PagePins,
+        path::OpenPath, peer_mapper::PeerMapper,
     },
     dma_table::{DmaTable, Mapping},
+    records::{LeaseRecord, LeftLease},
 };
 
 /// Time limit for the lender's answers in a job that pins nothing: longer than the lender's DMA
@@ -62,18 +56,30 @@ pub(super) struct Borrower {
     /// The last borrow missed its deadline: the lender may still grant it on the closed connection.
     borrow_unanswered: bool,
     cancel: Arc<AtomicBool>,
+    record: LeaseRecord,
 }
 
 impl Borrower {
-    pub(super) fn new(settings: Settings, described: Described, cancel: Arc<AtomicBool>) -> Self {
+    /// `left` is what a backend that was killed has left.
+    pub(super) fn new(
+        settings: Settings,
+        described: Described,
+        cancel: Arc<AtomicBool>,
+        (record, left): (LeaseRecord, LeftLease),
+    ) -> Self {
+        let (borrow, borrow_unanswered) = resume::left(&settings, left);
+        if !matches!(borrow, Borrow::Away(_)) {
+            record.clear();
+        }
         Self {
+            record,
             lines: StateLog::new(|line| log::info!("{line}")),
             settings,
             described,
-            borrow: Borrow::default(),
+            borrow,
             pin_by: Instant::now(),
             calls_by: Instant::now(),
-            borrow_unanswered: false,
+            borrow_unanswered,
             cancel,
         }
     }
@@ -206,6 +212,9 @@ impl Borrower {
     /// that a `DMA_UNMAP` is not answered earlier, but no longer than [`HANG_UP_TIMEOUT`], in case
     /// the lender is alive but does not get to it.
     fn enter(&mut self, state: State) {
+        if let State::Unleased | State::Lost = state {
+            self.record.clear();
+        }
         if let Borrow::Away(away) = &self.borrow {
             match state {
                 State::Unleased | State::Lost => {}
@@ -359,7 +368,7 @@ impl Borrower {
         }
         if self.described.bars == BarOwner::Lender {
             // The guest has not booted yet, so the client can still fail early.
-            let ram = guest_ram(&setup.memory)?;
+            let ram = check::guest_ram(&setup.memory)?;
             client.check(device, self.settings.transport, ram)?;
         }
         if self.borrow_unanswered {
@@ -407,6 +416,7 @@ impl Borrower {
             ),
         );
         let goes_on = granted.chain.is_some();
+        self.record.set(&client, granted.chain);
         self.borrow = Borrow::Leased(Lease {
             client,
             chain: granted.chain,
@@ -551,17 +561,6 @@ fn time_for(steps: &[Step], limit: Duration, behind_iommu: bool) -> Duration {
     } else {
         CALLS_TIMEOUT
     }
-}
-
-/// The guest's RAM ranges, for the lender's check.
-fn guest_ram(memory: &DmaTable) -> Result<Vec<RamRange>, WorkError> {
-    let layout = probe(&mut memory.oracle(), &ProbeLimits::default())?;
-    let windows = plan(&layout, &PlanRules::default()).windows;
-    let ram = windows.iter().map(|window| RamRange {
-        start: window_iova(window.range.start()),
-        len: window.range.len(),
-    });
-    Ok(ram.collect())
 }
 
 #[cfg(test)]

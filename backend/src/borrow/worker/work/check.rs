@@ -5,9 +5,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_lender_protocol::{CallError, Client, DeviceEntry};
+use farside_guest_layout::{PlanRules, ProbeLimits, plan, probe};
+use farside_lender_protocol::{CallError, Client, DeviceEntry, RamRange};
 
 use super::{super::WorkError, Borrower, Settings};
+use crate::{borrow::path::window_iova, dma_table::DmaTable};
 
 /// Maximum wait for the lender to notice that an earlier backend of this VM is gone.
 const SUCCESSION_TIMEOUT: Duration = Duration::from_secs(2);
@@ -58,4 +60,15 @@ impl Borrower {
             std::thread::sleep(SUCCESSION_STEP);
         }
     }
+}
+
+/// The guest's RAM ranges, for the lender's check.
+pub(super) fn guest_ram(memory: &DmaTable) -> Result<Vec<RamRange>, WorkError> {
+    let layout = probe(&mut memory.oracle(), &ProbeLimits::default())?;
+    let windows = plan(&layout, &PlanRules::default()).windows;
+    let ram = windows.iter().map(|window| RamRange {
+        start: window_iova(window.range.start()),
+        len: window.range.len(),
+    });
+    Ok(ram.collect())
 }

@@ -5,7 +5,7 @@
 //! meanwhile follows (`device/register_log.rs`).
 
 use std::{
-    os::fd::AsFd,
+    os::fd::{AsFd, OwnedFd},
     time::{Duration, Instant},
 };
 
@@ -16,12 +16,15 @@ use farside_lender_protocol::{
 
 use super::{
     super::{
-        NewLease, StepDone, WorkError,
+        NewLease, Settings, StepDone, WorkError,
         lease::{Borrow, Lease},
     },
     Borrower, HANG_UP_TIMEOUT,
 };
-use crate::borrow::{Setup, State, Step, path::OpenPath};
+use crate::{
+    borrow::{Setup, State, Step, path::OpenPath},
+    records::LeftLease,
+};
 
 /// How long an attempt waits for the lease. The next one waits further, however slowly a worker starts.
 const LEASE_TIMEOUT: Duration = Duration::from_millis(700);
@@ -41,7 +44,8 @@ pub(in crate::borrow::worker) struct Away {
     asked: Option<Client>,
     /// The former worker is gone: until then it may reach guest memory.
     is_alone: bool,
-    /// The former worker could not be set up. It runs until the lender ends it for the next attempt.
+    /// The former worker could not be set up, or is that of a backend that was killed. It runs until the lender ends it
+    /// for the next attempt.
     is_useless: bool,
     chain: Secret,
     /// Its guest memory stays pinned.
@@ -49,11 +53,32 @@ pub(in crate::borrow::worker) struct Away {
     page_window: Option<u64>,
     /// The device was reset since.
     reset: bool,
-    /// How many register accesses the former worker has served: not known before it is gone.
-    served: Option<u64>,
+    /// Other connections that the lease may be of.
+    _others: Vec<OwnedFd>,
 }
 
 impl Away {
+    /// Of a backend that was killed: its worker may run.
+    pub(in crate::borrow::worker) fn left(
+        settings: &Settings,
+        connections: Vec<OwnedFd>,
+        chain: Secret,
+    ) -> Option<Self> {
+        let mut connections = connections.into_iter();
+        let newest = connections.next()?;
+        Some(Self {
+            former: Client::left(&settings.lender, &settings.dialer, newest),
+            asked: None,
+            is_alone: false,
+            is_useless: true,
+            chain,
+            path: None,
+            page_window: None,
+            reset: false,
+            _others: connections.collect(),
+        })
+    }
+
     pub(in crate::borrow::worker) fn state(&self) -> State {
         match self.path {
             Some(_) => State::Ready,
@@ -98,6 +123,20 @@ impl Away {
     /// Whether the lender may still grant the lease to the connection of an attempt.
     pub(in crate::borrow::worker) fn may_be_granted(&self) -> bool {
         self.asked.is_some()
+    }
+}
+
+/// How a borrow begins after a backend that was killed, and whether the lender may not have noticed yet that the lease of
+/// that one is over.
+pub(super) fn left(settings: &Settings, left: LeftLease) -> (Borrow, bool) {
+    match left {
+        LeftLease::Fresh => (Borrow::Unleased, false),
+        LeftLease::None => (Borrow::Unleased, true),
+        LeftLease::Ended => (Borrow::Lost, true),
+        LeftLease::GoesOn { connections, chain } => {
+            let away = Away::left(settings, connections, chain).map(Box::new);
+            (away.map_or(Borrow::Lost, Borrow::Away), false)
+        }
     }
 }
 
@@ -146,7 +185,7 @@ impl Borrower {
                     path: path.filter(|_| was_open),
                     page_window,
                     reset: false,
-                    served: None,
+                    _others: Vec::new(),
                 })),
                 _ => Borrow::Lost,
             },
@@ -213,9 +252,6 @@ impl Borrower {
         if !(away.is_alone(patience) || away.is_useless) {
             return Err(CallError::Late(GONE_TIMEOUT).into());
         }
-        // Before the next worker counts.
-        let page = setup.state_page.as_ref();
-        let served = *away.served.get_or_insert_with(|| page.map_or(0, served));
         let asked = away.asked.take();
         let (mut client, granted) = self.ask(asked, setup)?;
         let Borrow::Away(away) = &mut self.borrow else {
@@ -228,6 +264,8 @@ impl Borrower {
                 return Err(error.into());
             }
         };
+        // The former worker is gone, and this one has none to serve yet.
+        let served = setup.state_page.as_ref().map_or(0, served);
         let generation = client.generation();
         client.set_deadline(Some(Instant::now() + SET_UP_TIMEOUT));
         let mut go_on = || -> Result<(), WorkError> {
@@ -252,9 +290,11 @@ impl Borrower {
             away.is_useless = !is_cut(&error);
             return Err(error);
         }
+        let chain = granted.chain.unwrap_or(away.chain);
+        self.record.set(&client, Some(chain));
         let lease = Lease {
             client,
-            chain: Some(granted.chain.unwrap_or(away.chain)),
+            chain: Some(chain),
             _remote: None,
             bar_window: None,
             page_window: away.page_window,
@@ -301,6 +341,7 @@ impl Borrower {
         };
         let files = setup.files();
         let files: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
+        self.record.attempt(&client);
         let granted = client.borrow_and_keep(device, keeping, &files);
         Ok((client, granted))
     }

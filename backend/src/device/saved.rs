@@ -1,0 +1,69 @@
+//! What of a device the next backend finds, and goes on with.
+
+use farside_error_chain::Chain;
+use farside_keeper::Journal;
+
+use super::{Device, State};
+use crate::records::Saved;
+
+impl Device {
+    /// The journal for the next client.
+    pub(crate) fn journal(&self) -> std::io::Result<Journal> {
+        self.records.journal()
+    }
+
+    /// Has the next backend find the present state, from the next answer on.
+    pub(super) fn save(&mut self) {
+        if !self.records.is_dirty {
+            return;
+        }
+        let setup = self.setup();
+        let saved = Saved {
+            device: self.settings.device.to_string(),
+            lender: self.settings.lender.to_string(),
+            described: self.described.clone(),
+            transport: self.settings.transport,
+            negotiated: self.negotiated,
+            config: self.config.registers().to_vec(),
+            memory: Saved::mappings(&setup.memory),
+            refused: Saved::refused(&setup.memory),
+            irqs: Saved::irqs(&setup.irqs),
+            bars: Saved::files(&setup.bar_files),
+            state: Saved::files(&setup.state).first().copied(),
+            absent: self.absent,
+            unplugged: self.unplugged,
+            ram_taken: self.ram_taken,
+        };
+        if let Err(error) = self.records.stage(&saved, setup)
+            && let Some(held_back) = self.line_limits.records.allow()
+        {
+            log::error!(
+                "{}: if the backend is killed now, the VM loses the device: {}{held_back}",
+                self.name(),
+                Chain(&error)
+            );
+        }
+    }
+
+    /// Goes on from what the process before has left.
+    pub(super) fn take_over(&mut self, saved: &Saved) {
+        self.negotiated = saved.negotiated;
+        self.absent = saved.absent;
+        self.unplugged = saved.unplugged;
+        self.ram_taken = saved.ram_taken;
+        if self.state == State::Leased {
+            self.goes_on = true;
+            self.begin_outage();
+            self.is_taken_over = true;
+        }
+        log::info!(
+            "{}: taken over from the process before, {}",
+            self.name(),
+            match self.state {
+                State::Leased => "with its lease",
+                State::Lost => "without its lease: its registers read as all ones",
+                _ => "without a lease",
+            }
+        );
+    }
+}

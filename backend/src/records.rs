@@ -1,0 +1,423 @@
+//! What the next backend needs to go on with a device, in [files](farside_keeper) that outlive this process.
+//!
+//! The snapshot is that of the client's view after its last answered request. A request that is held when the process is
+//! killed is processed again, from its beginning. What the lease needs is written by the borrow's thread, when it changes.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    fs::File,
+    io,
+    os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use farside_error_chain::Chain;
+use farside_guest_layout::Gpa;
+use farside_irq_relay::{
+    Action, IrqCounts, IrqData, IrqEventFd, IrqIndex, IrqRange, IrqTarget, SetIrqs,
+};
+use farside_keeper::{DeviceFile, Journal, Kept, Snapshots, Words};
+use farside_lender_protocol::{Client, Described, Secret, Transport};
+use farside_vfio_user::{Connection, Negotiated};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    borrow::Setup,
+    dma_table::{Backing, DmaTable},
+};
+
+/// The state of a device. A change of it is a new [version](farside_keeper::VERSION).
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Saved {
+    pub(crate) device: String,
+    pub(crate) lender: String,
+    pub(crate) described: Described,
+    pub(crate) transport: Transport,
+    pub(crate) negotiated: Option<Negotiated>,
+    pub(crate) config: Vec<u8>,
+    pub(crate) memory: Vec<SavedMapping>,
+    /// Address and length of each mapping that was refused.
+    pub(crate) refused: Vec<(u64, u64)>,
+    pub(crate) irqs: Vec<SavedIrqs>,
+    pub(crate) bars: Vec<RawFd>,
+    pub(crate) state: Option<RawFd>,
+    pub(crate) absent: bool,
+    pub(crate) unplugged: bool,
+    pub(crate) ram_taken: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct SavedMapping {
+    start: u64,
+    len: u64,
+    writable: bool,
+    /// Descriptor and offset.
+    backing: Option<(RawFd, u64)>,
+}
+
+/// A request that sets vectors up.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct SavedIrqs {
+    index: IrqIndex,
+    start: u16,
+    action: Action,
+    data: SavedIrqData,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum SavedIrqData {
+    Masks(Vec<bool>),
+    Targets(Vec<Option<RawFd>>),
+}
+
+/// The part of [`Saved`] that has descriptors.
+impl Saved {
+    pub(crate) fn mappings(memory: &DmaTable) -> Vec<SavedMapping> {
+        let saved = memory.iter().map(|mapping| SavedMapping {
+            start: mapping.range.start().get(),
+            len: mapping.range.len(),
+            writable: mapping.writable,
+            backing: mapping
+                .backing
+                .as_ref()
+                .map(|backing| (backing.file.as_raw_fd(), backing.offset)),
+        });
+        saved.collect()
+    }
+
+    pub(crate) fn refused(memory: &DmaTable) -> Vec<(u64, u64)> {
+        let refused = memory.refused();
+        refused.map(|(start, len)| (start.get(), len)).collect()
+    }
+
+    pub(crate) fn files<'a>(files: impl IntoIterator<Item = &'a Arc<OwnedFd>>) -> Vec<RawFd> {
+        files.into_iter().map(|file| file.as_raw_fd()).collect()
+    }
+
+    pub(crate) fn irqs(requests: &[SetIrqs]) -> Vec<SavedIrqs> {
+        let fd = |target: &Option<IrqTarget>| Some(target.as_ref()?.trigger()?.as_fd().as_raw_fd());
+        let saved = requests.iter().map(|request| SavedIrqs {
+            index: request.range().index(),
+            start: request.range().start(),
+            action: request.action(),
+            data: match request.data() {
+                IrqData::None => SavedIrqData::Masks(Vec::new()),
+                IrqData::Bool(masks) => SavedIrqData::Masks(masks.clone()),
+                IrqData::Targets(targets) => {
+                    SavedIrqData::Targets(targets.iter().map(fd).collect())
+                }
+            },
+        });
+        saved.collect()
+    }
+
+    /// Claims the descriptors of the memory.
+    pub(crate) fn claim_memory(&self, kept: &Kept) -> Option<DmaTable> {
+        let mut table = DmaTable::default();
+        let mut files = BTreeMap::<RawFd, Arc<File>>::new();
+        for mapping in &self.memory {
+            let backing = match mapping.backing {
+                None => None,
+                Some((fd, offset)) => {
+                    let known = files.get(&fd).cloned();
+                    let file = known.or_else(|| Some(Arc::new(kept.claim(fd)?.into())))?;
+                    files.insert(fd, Arc::clone(&file));
+                    Some(Backing { file, offset })
+                }
+            };
+            let start = Gpa::new(mapping.start);
+            table
+                .map(start, mapping.len, mapping.writable, backing)
+                .ok()?;
+        }
+        for (start, len) in &self.refused {
+            table.refuse(Gpa::new(*start), *len);
+        }
+        Some(table)
+    }
+
+    /// Claims the descriptors of the interrupts.
+    pub(crate) fn claim_irqs(&self, counts: &IrqCounts, kept: &Kept) -> Option<Vec<SetIrqs>> {
+        let mut requests = Vec::new();
+        for saved in &self.irqs {
+            let (count, data) = match &saved.data {
+                SavedIrqData::Masks(masks) => (masks.len(), IrqData::Bool(masks.clone())),
+                SavedIrqData::Targets(fds) => {
+                    let mut targets = Vec::new();
+                    for fd in fds {
+                        targets.push(match fd {
+                            None => None,
+                            Some(fd) => Some(IrqEventFd::try_from(kept.claim(*fd)?).ok()?.into()),
+                        });
+                    }
+                    (targets.len(), IrqData::Targets(targets))
+                }
+            };
+            let (index, start) = (saved.index as u32, saved.start.into());
+            let range = IrqRange::new(counts, index, start, count as u32).ok()?;
+            requests.push(SetIrqs::new(range, saved.action, data).ok()?);
+        }
+        Some(requests)
+    }
+
+    /// Claims the files of the BARs and of the state, in the order of [`Setup::files`].
+    pub(crate) fn claim_files(&self, kept: &Kept) -> Option<(Vec<OwnedFd>, Option<OwnedFd>)> {
+        let bars = self.bars.iter().map(|fd| kept.claim(*fd));
+        let bars = bars.collect::<Option<_>>()?;
+        let state = match self.state {
+            None => None,
+            Some(fd) => Some(kept.claim(fd)?),
+        };
+        Some((bars, state))
+    }
+}
+
+/// What a backend has from its keeper, and from the process before, if that was killed. Clones share it.
+#[derive(Clone, Default)]
+pub struct Past {
+    kept: Kept,
+    devices: Arc<Mutex<Vec<Start>>>,
+}
+
+impl Past {
+    /// Claims what the process before has left, and closes its other descriptors. Call it before this process starts
+    /// another one, which would have a share in those.
+    pub fn new(kept: Kept) -> Self {
+        let mut devices = Vec::new();
+        for (place, file) in kept.files() {
+            match Start::left(place, file, &kept) {
+                Ok(start) => devices.extend(start),
+                Err(error) => {
+                    log::error!("a device of the process before is lost: {}", Chain(&error));
+                    kept.forget(place);
+                }
+            }
+        }
+        kept.close_others();
+        let devices = Arc::new(Mutex::new(devices));
+        Self { kept, devices }
+    }
+
+    pub(crate) fn kept(&self) -> &Kept {
+        &self.kept
+    }
+
+    /// The devices that were left: once.
+    pub(crate) fn take(&self) -> Vec<Start> {
+        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *devices)
+    }
+}
+
+impl fmt::Debug for Past {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Past")
+    }
+}
+
+/// What a device begins with.
+pub(crate) struct Start {
+    pub(crate) records: Records,
+    pub(crate) log: Words,
+    pub(crate) lease: (LeaseRecord, LeftLease),
+    pub(crate) left: Option<Left>,
+}
+
+/// A device that the process before has left, with its client.
+pub(crate) struct Left {
+    pub(crate) saved: Saved,
+    pub(crate) memory: DmaTable,
+    pub(crate) irqs: Vec<SetIrqs>,
+    pub(crate) bars: Vec<OwnedFd>,
+    pub(crate) state: Option<OwnedFd>,
+    pub(crate) connection: Connection,
+}
+
+impl Start {
+    /// A device without a past.
+    pub(crate) fn fresh(kept: &Kept) -> io::Result<Self> {
+        let file = DeviceFile::new()?;
+        let place = kept.register(&file);
+        let snapshots = file.snapshots(&file.journal()?)?;
+        // The lender may not have noticed yet that the process before has ended.
+        let left = match kept.restarts() {
+            Some(1..) => LeftLease::None,
+            _ => LeftLease::Fresh,
+        };
+        Ok(Self {
+            log: file.log()?,
+            lease: (LeaseRecord(file.lease()?), left),
+            records: Records::new(file, place, snapshots, kept.clone()),
+            left: None,
+        })
+    }
+
+    /// The device in `file`, whose descriptors it claims. `None` if it has no client.
+    pub(crate) fn left(place: usize, file: DeviceFile, kept: &Kept) -> io::Result<Option<Self>> {
+        let lost = |what: &str| io::Error::other(format!("{what} cannot be taken over"));
+        let journal = file.journal()?;
+        let snapshots = file.snapshots(&journal)?;
+        let lease = LeaseRecord(file.lease()?);
+        let log = file.log()?;
+        // From here on it is forgotten, unless all of it is there.
+        let records = |file, snapshots| Records::new(file, Some(place), snapshots, kept.clone());
+        if journal.client().is_none() {
+            drop(records(file, snapshots));
+            return Ok(None);
+        }
+        let saved: Saved = postcard::from_bytes(snapshots.inherited())
+            .map_err(|error| lost(&format!("the state of a device ({error})")))?;
+        let counts = farside_lender_protocol::irq_counts(&saved.described.description)
+            .map_err(io::Error::other)?;
+        let memory = saved.claim_memory(kept);
+        let irqs = saved.claim_irqs(&counts, kept);
+        let files = saved.claim_files(kept);
+        let left_lease = lease.claim(kept);
+        let connection = Connection::take_over(journal, kept);
+        let device = &saved.device;
+        let (bars, state) = files.ok_or_else(|| lost(&format!("memory of device {device}")))?;
+        let left = Left {
+            memory: memory.ok_or_else(|| lost(&format!("guest memory of device {device}")))?,
+            irqs: irqs.ok_or_else(|| lost(&format!("interrupts of device {device}")))?,
+            connection: connection
+                .ok_or_else(|| lost(&format!("the client of device {device}")))?,
+            saved,
+            bars,
+            state,
+        };
+        Ok(Some(Self {
+            records: records(file, snapshots),
+            log,
+            lease: (lease, left_lease),
+            left: Some(left),
+        }))
+    }
+}
+
+/// The records of a device while it is served.
+pub(crate) struct Records {
+    file: DeviceFile,
+    /// Where the next backend finds the file.
+    place: Option<usize>,
+    kept: Kept,
+    snapshots: Snapshots,
+    /// The state has changed since the last snapshot.
+    pub(crate) is_dirty: bool,
+    /// What the descriptors in the snapshots belong to, the current one's first: they stay open.
+    holds: [Option<Setup>; 2],
+}
+
+impl Records {
+    pub(crate) fn new(
+        file: DeviceFile,
+        place: Option<usize>,
+        snapshots: Snapshots,
+        kept: Kept,
+    ) -> Self {
+        Self {
+            file,
+            place,
+            kept,
+            snapshots,
+            is_dirty: false,
+            holds: [None, None],
+        }
+    }
+
+    /// The journal for the next client.
+    pub(crate) fn journal(&self) -> io::Result<Journal> {
+        self.file.journal()
+    }
+
+    /// Has the snapshot become current with the next answer. `setup` has the descriptors in it.
+    pub(crate) fn stage(&mut self, saved: &Saved, setup: Setup) -> io::Result<()> {
+        let bytes = postcard::to_stdvec(saved).map_err(io::Error::other)?;
+        self.holds.swap(0, 1);
+        self.holds[0] = Some(setup);
+        self.is_dirty = false;
+        self.snapshots.stage(&bytes)
+    }
+}
+
+impl Drop for Records {
+    fn drop(&mut self) {
+        if let Some(place) = self.place {
+            self.kept.forget(place);
+        }
+    }
+}
+
+/// Words of the lease: what there is, the connection and 1, that of an attempt and 1, the chain.
+const STATUS: usize = 0;
+const CONNECTION: usize = 1;
+const ATTEMPT: usize = 2;
+const CHAIN: usize = 3;
+
+const NONE: u64 = 0;
+const ENDS: u64 = 1;
+const GOES_ON: u64 = 2;
+
+/// The lease, for the next backend. Written by the borrow's thread.
+pub(crate) struct LeaseRecord(Words);
+
+/// A lease of the process before.
+pub(crate) enum LeftLease {
+    /// There was no process before.
+    Fresh,
+    /// It had none.
+    None,
+    /// It ended with its process.
+    Ended,
+    GoesOn {
+        /// The connections that it may be of, the newest first: while they are open, the lender keeps the device.
+        connections: Vec<OwnedFd>,
+        chain: Secret,
+    },
+}
+
+impl LeaseRecord {
+    /// Claims what the process before has left.
+    pub(crate) fn claim(&self, kept: &Kept) -> LeftLease {
+        match self.0.get(STATUS) {
+            NONE => LeftLease::None,
+            GOES_ON => {
+                let fds = [ATTEMPT, CONNECTION].map(|word| self.0.get(word).checked_sub(1));
+                let claimed = fds.into_iter().flatten();
+                let [high, low] = [0, 1].map(|n| u128::from(self.0.get(CHAIN + n)));
+                LeftLease::GoesOn {
+                    connections: claimed.filter_map(|fd| kept.claim(fd as RawFd)).collect(),
+                    chain: Secret::from_bits(high << 64 | low),
+                }
+            }
+            _ => LeftLease::Ended,
+        }
+    }
+
+    /// There is no lease.
+    pub(crate) fn clear(&self) {
+        self.0.set(STATUS, NONE);
+        self.0.set(ATTEMPT, 0);
+    }
+
+    /// The lease is asked for over this connection, too.
+    pub(crate) fn attempt(&self, client: &Client) {
+        self.0.set(ATTEMPT, number(client));
+    }
+
+    /// There is a lease.
+    pub(crate) fn set(&self, client: &Client, chain: Option<Secret>) {
+        if let Some(chain) = chain {
+            let bits = chain.bits();
+            self.0.set(CHAIN, (bits >> 64) as u64);
+            self.0.set(CHAIN + 1, bits as u64);
+        }
+        self.0.set(CONNECTION, number(client));
+        self.0.set(ATTEMPT, 0);
+        self.0.set(STATUS, chain.map_or(ENDS, |_| GOES_ON));
+    }
+}
+
+fn number(client: &Client) -> u64 {
+    client.as_fd().as_raw_fd() as u64 + 1
+}
