@@ -164,7 +164,13 @@ impl Scene {
 
     /// The processes of the lender's leases.
     pub(crate) fn workers(&self) -> Vec<Pid> {
-        interrupt::children_of(&self.lender.pid().to_string())
+        let mut children = interrupt::children_of(&self.lender.pid().to_string());
+        children.retain(|pid| {
+            let path = format!("/proc/{}/cmdline", pid.as_raw_nonzero());
+            let arguments = std::fs::read_to_string(path);
+            arguments.is_ok_and(|arguments| arguments.contains("lease-worker"))
+        });
+        children
     }
 
     /// Kills the lender, and starts another.

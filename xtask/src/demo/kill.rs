@@ -75,7 +75,9 @@ pub(super) fn kill(
                 return Ok(false);
             };
             let goes_on = match victim {
-                Victim::Worker | Victim::Lender => now.of_lease > before.of_lease,
+                Victim::Worker => now.of_lease > before.of_lease,
+                // It adopts the worker.
+                Victim::Lender => true,
                 Victim::Backend => now.of_backend > before.of_backend,
             };
             Ok(goes_on && now.is_served)
