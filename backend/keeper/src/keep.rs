@@ -9,7 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use rustix::{
+    event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
+    process::{Pid, Signal, WaitOptions, kill_process, waitpid},
+};
 
 use crate::{
     DeviceFile, Inherited, Words, inherited,
@@ -25,6 +28,12 @@ const SOON: Duration = Duration::from_secs(10);
 
 /// So many in a row are, if none was [ready](Kept::ready).
 const MOST_UNREADY: usize = 5;
+
+/// How long a backend waits for the keeper's announcement.
+const ANNOUNCED: Timespec = Timespec {
+    tv_sec: 5,
+    tv_nsec: 0,
+};
 
 /// Exit code of a Rust program that has panicked.
 const PANICKED: i32 = 101;
@@ -43,12 +52,19 @@ pub struct Kept(Arc<Mutex<Shared>>);
 struct Shared {
     root: Option<Words>,
     keeper: Option<Pid>,
+    /// An eventfd of the keeper.
+    announced: Option<ManuallyDrop<OwnedFd>>,
     inherited: Inherited,
     files: Vec<(usize, DeviceFile)>,
 }
 
 impl Kept {
-    fn new(keeper: Pid, root: Words, base: &BTreeSet<RawFd>) -> io::Result<Self> {
+    fn new(
+        keeper: Pid,
+        announced: ManuallyDrop<OwnedFd>,
+        root: Words,
+        base: &BTreeSet<RawFd>,
+    ) -> io::Result<Self> {
         let mut inherited = Inherited::all_but(base)?;
         let mut files = Vec::new();
         for index in FILES..root.len() {
@@ -70,6 +86,7 @@ impl Kept {
         Ok(Self(Arc::new(Mutex::new(Shared {
             root: Some(root),
             keeper: Some(keeper),
+            announced: Some(announced),
             inherited,
             files,
         }))))
@@ -86,15 +103,29 @@ impl Kept {
         keeper.is_some_and(|keeper| rustix::process::getppid() != Some(keeper))
     }
 
-    /// The backend serves. Has the keeper [announce](keep) that.
+    /// The backend serves. Has the keeper [announce](keep) that, and waits for it.
     pub fn ready(&self) {
         let shared = self.lock();
         if let Some(root) = &shared.root {
             root.set(READY, 1);
         }
-        if let Some(keeper) = shared.keeper {
-            // It may have ended.
-            let _ = kill_process(keeper, Signal::USR1);
+        if let (Some(keeper), Some(announced)) = (shared.keeper, &shared.announced) {
+            let mut fds = [PollFd::new(&**announced, PollFlags::IN)];
+            let waited =
+                kill_process(keeper, Signal::USR1).and_then(|()| poll(&mut fds, Some(&ANNOUNCED)));
+            match waited {
+                Ok(0) => log::warn!(
+                    "the keeper has not announced within {ANNOUNCED:?} that the backend serves"
+                ),
+                Ok(_) => {
+                    // The counter, for the next backend.
+                    let _ = rustix::io::read(&**announced, &mut [0; 8]);
+                }
+                // It has ended.
+                Err(errno) => {
+                    log::warn!("the keeper does not announce that the backend serves: {errno}")
+                }
+            }
         }
     }
 
@@ -151,6 +182,8 @@ pub fn keep(backend: impl FnOnce(Kept) -> u8, announce: impl Fn()) -> io::Result
     let area = Area::map(DeviceFile::root(ROOT)?, 0..ROOT)?;
     let root = Words::new(area, ROOT / 8);
     let signals = Blocked::new(&[&PASSED[..], &[libc::SIGCHLD, libc::SIGUSR1]].concat())?;
+    // One table of descriptors: it is closed with the last of both processes.
+    let announced = ManuallyDrop::new(eventfd(0, EventfdFlags::CLOEXEC)?);
     let base = inherited::open()?;
     let keeper = rustix::process::getpid();
     // Descriptors that it owns are the backend's: dropped here, they would be closed a second time.
@@ -163,11 +196,16 @@ pub fn keep(backend: impl FnOnce(Kept) -> u8, announce: impl Fn()) -> io::Result
             Cloned::Child => {
                 signals.undo()?;
                 let backend = ManuallyDrop::into_inner(backend);
-                return Ok(backend(Kept::new(keeper, root, &base)?));
+                return Ok(backend(Kept::new(keeper, announced, root, &base)?));
             }
             Cloned::Parent(pid) => pid,
         };
-        let how = wait(pid, &signals, &announce)?;
+        let announce = || {
+            announce();
+            // Fails if the counter is full, of which nobody has read for ages.
+            let _ = rustix::io::write(&*announced, &1u64.to_ne_bytes());
+        };
+        let how = wait(pid, &signals, announce)?;
         let Some(signal) = how.restart else {
             return Ok(how.code);
         };
