@@ -145,8 +145,8 @@ impl Device {
             left,
         } = start;
         let state = match &lease.1 {
-            LeftLease::Fresh | LeftLease::None => State::Unleased,
-            LeftLease::Ended => State::Lost,
+            LeftLease::Fresh | LeftLease::None(_) => State::Unleased,
+            LeftLease::Ended(_) => State::Lost,
             LeftLease::GoesOn { .. } => State::Leased,
         };
         for hidden in config.hidden() {
@@ -294,6 +294,7 @@ impl Device {
         if self.ram_taken && !self.unplugged {
             self.name_viommu();
         }
+        self.records.client_gone();
         self.worker.cancel();
         self.pending.forget_client();
         let tasks = [Task::Event(Event::ClientGone), Task::Forget];

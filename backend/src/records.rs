@@ -8,6 +8,7 @@ use std::{
     fmt,
     fs::File,
     io,
+    ops::{Deref, DerefMut},
     os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
     sync::{Arc, Mutex, PoisonError},
 };
@@ -199,6 +200,15 @@ impl Past {
         Self { kept, devices }
     }
 
+    /// See [`Kept::deliver_signals`].
+    ///
+    /// # Errors
+    ///
+    /// Those of it.
+    pub fn deliver_signals(&self) -> io::Result<()> {
+        self.kept.deliver_signals()
+    }
+
     pub(crate) fn kept(&self) -> &Kept {
         &self.kept
     }
@@ -242,12 +252,12 @@ impl Start {
         let snapshots = file.snapshots(&file.journal()?)?;
         // The lender may not have noticed yet that the process before has ended.
         let left = match kept.restarts() {
-            Some(1..) => LeftLease::None,
+            Some(1..) => LeftLease::None(Vec::new()),
             _ => LeftLease::Fresh,
         };
         Ok(Self {
             log: file.log()?,
-            lease: (LeaseRecord(file.lease()?), left),
+            lease: (LeaseRecord::new(file.lease()?), left),
             records: Records::new(file, place, snapshots, kept.clone()),
             left: None,
         })
@@ -258,7 +268,7 @@ impl Start {
         let lost = |what: &str| io::Error::other(format!("{what} cannot be taken over"));
         let journal = file.journal()?;
         let snapshots = file.snapshots(&journal)?;
-        let lease = LeaseRecord(file.lease()?);
+        let lease = LeaseRecord::new(file.lease()?);
         let log = file.log()?;
         // From here on it is forgotten, unless all of it is there.
         let records = |file, snapshots| Records::new(file, Some(place), snapshots, kept.clone());
@@ -330,7 +340,22 @@ impl Records {
         self.file.journal()
     }
 
-    /// Has the snapshot become current with the next answer. `setup` has the descriptors in it.
+    /// Whether there will be a next backend.
+    pub(crate) fn are_kept(&self) -> bool {
+        self.place.is_some()
+    }
+
+    /// The current snapshot is that of the process before. `setup` has the descriptors in it.
+    pub(crate) fn took_over(&mut self, setup: Setup) {
+        self.holds[0] = Some(setup);
+    }
+
+    /// The client has gone, and with it what the snapshots are of.
+    pub(crate) fn client_gone(&mut self) {
+        self.holds = [None, None];
+    }
+
+    /// Has the snapshot become current with the next answer, or the next client. `setup` has the descriptors in it.
     pub(crate) fn stage(&mut self, saved: &Saved, setup: Setup) -> io::Result<()> {
         let bytes = postcard::to_stdvec(saved).map_err(io::Error::other)?;
         self.holds.swap(0, 1);
@@ -348,76 +373,145 @@ impl Drop for Records {
     }
 }
 
-/// Words of the lease: what there is, the connection and 1, that of an attempt and 1, the chain.
+/// Words of the lease: what there is, the chain, then the connections and 1.
 const STATUS: usize = 0;
-const CONNECTION: usize = 1;
-const ATTEMPT: usize = 2;
-const CHAIN: usize = 3;
+const CHAIN: usize = 1;
+const CONNECTIONS: std::ops::Range<usize> = 8..8 + MOST_CONNECTIONS;
+
+/// Most connections that a lease may be of: one for each process that was killed while it asked for it.
+const MOST_CONNECTIONS: usize = 128;
 
 const NONE: u64 = 0;
 const ENDS: u64 = 1;
 const GOES_ON: u64 = 2;
 
-/// The lease, for the next backend. Written by the borrow's thread.
-pub(crate) struct LeaseRecord(Words);
+/// The lease, for the next backend. Written by the borrow's thread. Clones share it.
+#[derive(Clone)]
+pub(crate) struct LeaseRecord(Arc<Words>);
 
 /// A lease of the process before.
 pub(crate) enum LeftLease {
     /// There was no process before.
     Fresh,
-    /// It had none.
-    None,
+    /// It had none, but for what is being returned over these connections.
+    None(Vec<LeftConnection>),
     /// It ended with its process.
-    Ended,
+    Ended(Vec<LeftConnection>),
     GoesOn {
-        /// The connections that it may be of, the newest first: while they are open, the lender keeps the device.
-        connections: Vec<OwnedFd>,
+        /// The connections that it may be of: while they are open, the lender keeps the device.
+        connections: Vec<LeftConnection>,
         chain: Secret,
     },
 }
 
+/// A connection that is [recorded](Recorded) here.
+pub(crate) struct LeftConnection {
+    slot: usize,
+    socket: OwnedFd,
+}
+
 impl LeaseRecord {
+    pub(crate) fn new(words: Words) -> Self {
+        Self(Arc::new(words))
+    }
+
     /// Claims what the process before has left.
     pub(crate) fn claim(&self, kept: &Kept) -> LeftLease {
+        let mut connections = Vec::new();
+        for slot in CONNECTIONS {
+            let Some(fd) = self.0.get(slot).checked_sub(1) else {
+                continue;
+            };
+            // It stays recorded: this process may be killed, too.
+            match kept.claim(fd as RawFd) {
+                Some(socket) => connections.push(LeftConnection { slot, socket }),
+                None => self.0.set(slot, 0),
+            }
+        }
         match self.0.get(STATUS) {
-            NONE => LeftLease::None,
+            NONE => LeftLease::None(connections),
             GOES_ON => {
-                let fds = [ATTEMPT, CONNECTION].map(|word| self.0.get(word).checked_sub(1));
-                let claimed = fds.into_iter().flatten();
                 let [high, low] = [0, 1].map(|n| u128::from(self.0.get(CHAIN + n)));
                 LeftLease::GoesOn {
-                    connections: claimed.filter_map(|fd| kept.claim(fd as RawFd)).collect(),
+                    connections,
                     chain: Secret::from_bits(high << 64 | low),
                 }
             }
-            _ => LeftLease::Ended,
+            _ => LeftLease::Ended(connections),
         }
     }
 
     /// There is no lease.
     pub(crate) fn clear(&self) {
         self.0.set(STATUS, NONE);
-        self.0.set(ATTEMPT, 0);
     }
 
-    /// The lease is asked for over this connection, too.
-    pub(crate) fn attempt(&self, client: &Client) {
-        self.0.set(ATTEMPT, number(client));
-    }
-
-    /// There is a lease.
-    pub(crate) fn set(&self, client: &Client, chain: Option<Secret>) {
+    /// There is a lease, of one of the [recorded](Recorded) connections.
+    pub(crate) fn set(&self, chain: Option<Secret>) {
         if let Some(chain) = chain {
             let bits = chain.bits();
             self.0.set(CHAIN, (bits >> 64) as u64);
             self.0.set(CHAIN + 1, bits as u64);
         }
-        self.0.set(CONNECTION, number(client));
-        self.0.set(ATTEMPT, 0);
         self.0.set(STATUS, chain.map_or(ENDS, |_| GOES_ON));
     }
 }
 
-fn number(client: &Client) -> u64 {
-    client.as_fd().as_raw_fd() as u64 + 1
+/// A connection that the next backend finds, until it is closed.
+pub(crate) struct Recorded {
+    client: Client,
+    record: LeaseRecord,
+    /// `None` if there are too many.
+    slot: Option<usize>,
+}
+
+impl Recorded {
+    pub(crate) fn new(client: Client, record: &LeaseRecord) -> Self {
+        let words = &record.0;
+        let slot = CONNECTIONS.into_iter().find(|slot| words.get(*slot) == 0);
+        if let Some(slot) = slot {
+            words.set(slot, client.as_fd().as_raw_fd() as u64 + 1);
+        }
+        Self {
+            client,
+            record: record.clone(),
+            slot,
+        }
+    }
+
+    /// One of the process before.
+    pub(crate) fn left(
+        left: LeftConnection,
+        record: &LeaseRecord,
+        client: impl FnOnce(OwnedFd) -> Client,
+    ) -> Self {
+        Self {
+            client: client(left.socket),
+            record: record.clone(),
+            slot: Some(left.slot),
+        }
+    }
+}
+
+impl Deref for Recorded {
+    type Target = Client;
+
+    fn deref(&self) -> &Client {
+        &self.client
+    }
+}
+
+impl DerefMut for Recorded {
+    fn deref_mut(&mut self) -> &mut Client {
+        &mut self.client
+    }
+}
+
+impl Drop for Recorded {
+    fn drop(&mut self) {
+        // Before it is closed: the number is reused.
+        if let Some(slot) = self.slot {
+            self.record.0.set(slot, 0);
+        }
+    }
 }

@@ -185,9 +185,14 @@ impl Journal {
         [(carried.collect(), word(1) != 0), last]
     }
 
-    /// A new client has this socket.
+    /// A new client has this socket. What was staged is current.
     pub fn begin(&mut self, socket: RawFd) {
+        let staged = self.staged.load(Ordering::Acquire);
         self.end();
+        self.enter(State {
+            snapshot: staged.checked_sub(1),
+            ..State::default()
+        });
         self.store(SOCKET, socket as usize + 1);
     }
 

@@ -7,14 +7,18 @@ use super::{Device, State};
 use crate::records::Saved;
 
 impl Device {
-    /// The journal for the next client.
-    pub(crate) fn journal(&self) -> std::io::Result<Journal> {
-        self.records.journal()
+    /// The journal for the next client, and the state that this one finds.
+    pub(crate) fn journal(&mut self) -> std::io::Result<Journal> {
+        let journal = self.records.journal()?;
+        self.negotiated = None;
+        self.records.is_dirty = true;
+        self.save();
+        Ok(journal)
     }
 
     /// Has the next backend find the present state, from the next answer on.
     pub(super) fn save(&mut self) {
-        if !self.records.is_dirty {
+        if !(self.records.is_dirty && self.records.are_kept()) {
             return;
         }
         let setup = self.setup();
@@ -51,6 +55,8 @@ impl Device {
         self.absent = saved.absent;
         self.unplugged = saved.unplugged;
         self.ram_taken = saved.ram_taken;
+        let setup = self.setup();
+        self.records.took_over(setup);
         if self.state == State::Leased {
             self.goes_on = true;
             self.begin_outage();

@@ -9,6 +9,7 @@ use crate::borrow::{
     network::Remote,
     path::{OpenPath, OpenReport},
 };
+use crate::records::Recorded;
 
 /// See [`crate::borrow`].
 #[derive(Default)]
@@ -26,7 +27,7 @@ pub(super) enum Borrow {
 
 /// A lease: the connection to the lender, and the resources that end with it.
 pub(super) struct Lease {
-    pub(super) client: Client,
+    pub(super) client: Recorded,
     /// The right to go on when the device's process has ended.
     pub(super) chain: Option<Secret>,
     /// The controller, if the medium is borrowed over the network. After the connection.

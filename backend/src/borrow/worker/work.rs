@@ -27,7 +27,7 @@ use crate::{
         path::OpenPath, peer_mapper::PeerMapper,
     },
     dma_table::{DmaTable, Mapping},
-    records::{LeaseRecord, LeftLease},
+    records::{LeaseRecord, LeftLease, Recorded},
 };
 
 /// Time limit for the lender's answers in a job that pins nothing: longer than the lender's DMA
@@ -67,7 +67,7 @@ impl Borrower {
         cancel: Arc<AtomicBool>,
         (record, left): (LeaseRecord, LeftLease),
     ) -> Self {
-        let (borrow, borrow_unanswered) = resume::left(&settings, left);
+        let (borrow, borrow_unanswered) = resume::left(&settings, left, &record);
         if !matches!(borrow, Borrow::Away(_)) {
             record.clear();
         }
@@ -225,7 +225,7 @@ impl Borrower {
             Borrow::Away(away) => {
                 self.borrow_unanswered |= away.may_be_granted();
                 let (former, path) = away.into_former();
-                if let Some(former) = former {
+                for former in former {
                     self.hang_up(former);
                 }
                 drop(path);
@@ -263,7 +263,7 @@ impl Borrower {
         debug_assert_eq!(self.borrow.state(), state);
     }
 
-    fn hang_up(&mut self, client: Client) {
+    fn hang_up(&mut self, mut client: Recorded) {
         if !client.hang_up(HANG_UP_TIMEOUT) {
             // This lease may still block the next borrow.
             self.borrow_unanswered = true;
@@ -416,7 +416,8 @@ impl Borrower {
             ),
         );
         let goes_on = granted.chain.is_some();
-        self.record.set(&client, granted.chain);
+        let client = Recorded::new(client, &self.record);
+        self.record.set(granted.chain);
         self.borrow = Borrow::Leased(Lease {
             client,
             chain: granted.chain,

@@ -55,11 +55,11 @@ impl Client {
         self.process_ended
     }
 
-    /// Closes the connection, and waits for at most `timeout` until the lender has closed
+    /// Shuts the connection down, and waits for at most `timeout` until the lender has closed
     /// it. A lender closes it after it has stopped the device's DMA and closed all
     /// windows, so both are done when this returns true. This also holds if the lender's
     /// process is dead.
-    pub fn hang_up(mut self, timeout: Duration) -> bool {
+    pub fn hang_up(&mut self, timeout: Duration) -> bool {
         // If the lender closed the connection first, `receive` reports it.
         let _ = self.channel.shut_down_sending();
         self.is_closed(timeout)

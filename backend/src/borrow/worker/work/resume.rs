@@ -5,7 +5,7 @@
 //! meanwhile follows (`device/register_log.rs`).
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    os::fd::AsFd,
     time::{Duration, Instant},
 };
 
@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     borrow::{Setup, State, Step, path::OpenPath},
-    records::LeftLease,
+    records::{LeaseRecord, LeftConnection, LeftLease, Recorded},
 };
 
 /// How long an attempt waits for the lease. The next one waits further, however slowly a worker starts.
@@ -39,9 +39,9 @@ const GONE_TIMEOUT: Duration = Duration::from_millis(500);
 /// A lease without its worker.
 pub(in crate::borrow::worker) struct Away {
     /// The connection of the former worker, which stays open: the lender keeps the device for it.
-    former: Client,
+    former: Recorded,
     /// The connection of an attempt that has no answer yet: closed, it would end a lease that the lender still grants.
-    asked: Option<Client>,
+    asked: Option<Recorded>,
     /// The former worker is gone: until then it may reach guest memory.
     is_alone: bool,
     /// The former worker could not be set up, or is that of a backend that was killed. It runs until the lender ends it
@@ -54,20 +54,20 @@ pub(in crate::borrow::worker) struct Away {
     /// The device was reset since.
     reset: bool,
     /// Other connections that the lease may be of.
-    _others: Vec<OwnedFd>,
+    others: Vec<Recorded>,
 }
 
 impl Away {
     /// Of a backend that was killed: its worker may run.
     pub(in crate::borrow::worker) fn left(
         settings: &Settings,
-        connections: Vec<OwnedFd>,
+        connections: Vec<LeftConnection>,
         chain: Secret,
+        record: &LeaseRecord,
     ) -> Option<Self> {
-        let mut connections = connections.into_iter();
-        let newest = connections.next()?;
+        let mut connections = recorded(settings, connections, record);
         Some(Self {
-            former: Client::left(&settings.lender, &settings.dialer, newest),
+            former: connections.pop()?,
             asked: None,
             is_alone: false,
             is_useless: true,
@@ -75,7 +75,7 @@ impl Away {
             path: None,
             page_window: None,
             reset: false,
-            _others: connections.collect(),
+            others: connections,
         })
     }
 
@@ -92,12 +92,13 @@ impl Away {
 
     /// Whether the former worker is gone. Waits for at most `timeout`.
     fn is_alone(&mut self, timeout: Duration) -> bool {
-        self.is_alone = self.is_alone || self.former.is_closed(timeout);
+        let has_one = self.others.is_empty();
+        self.is_alone = self.is_alone || has_one && self.former.is_closed(timeout);
         self.is_alone
     }
 
     /// An attempt over `client` has failed.
-    fn attempt_failed(&mut self, client: Client, error: &CallError) {
+    fn attempt_failed(&mut self, client: Recorded, error: &CallError) {
         if matches!(error, CallError::Late(_)) && client.awaits_answer() {
             self.asked = Some(client);
         } else if client.has_process_ended() {
@@ -109,15 +110,18 @@ impl Away {
     }
 
     /// The lease was granted to `client`, and its worker cannot be used.
-    fn is_not_usable(&mut self, client: Client) {
+    fn is_not_usable(&mut self, client: Recorded) {
         self.former = client;
         self.is_alone = false;
         self.is_useless = true;
     }
 
-    /// Gives the lease up. Returns the connection, if the former worker may still be there, and the memory.
-    pub(in crate::borrow::worker) fn into_former(self) -> (Option<Client>, Option<OpenPath>) {
-        (Some(self.former).filter(|_| !self.is_alone), self.path)
+    /// Gives the lease up. Returns the connections of workers that may still be there, and the memory.
+    pub(in crate::borrow::worker) fn into_former(mut self) -> (Vec<Recorded>, Option<OpenPath>) {
+        if !self.is_alone {
+            self.others.push(self.former);
+        }
+        (self.others, self.path)
     }
 
     /// Whether the lender may still grant the lease to the connection of an attempt.
@@ -128,14 +132,46 @@ impl Away {
 
 /// How a borrow begins after a backend that was killed, and whether the lender may not have noticed yet that the lease of
 /// that one is over.
-pub(super) fn left(settings: &Settings, left: LeftLease) -> (Borrow, bool) {
+pub(super) fn left(settings: &Settings, left: LeftLease, record: &LeaseRecord) -> (Borrow, bool) {
     match left {
         LeftLease::Fresh => (Borrow::Unleased, false),
-        LeftLease::None => (Borrow::Unleased, true),
-        LeftLease::Ended => (Borrow::Lost, true),
+        LeftLease::None(connections) => {
+            stop(settings, connections, record);
+            (Borrow::Unleased, true)
+        }
+        LeftLease::Ended(connections) => {
+            stop(settings, connections, record);
+            (Borrow::Lost, true)
+        }
         LeftLease::GoesOn { connections, chain } => {
-            let away = Away::left(settings, connections, chain).map(Box::new);
+            let away = Away::left(settings, connections, chain, record).map(Box::new);
             (away.map_or(Borrow::Lost, Borrow::Away), false)
+        }
+    }
+}
+
+fn recorded(
+    settings: &Settings,
+    connections: Vec<LeftConnection>,
+    record: &LeaseRecord,
+) -> Vec<Recorded> {
+    let client = |socket| Client::left(&settings.lender, &settings.dialer, socket);
+    let connections = connections.into_iter();
+    connections
+        .map(|left| Recorded::left(left, record, client))
+        .collect()
+}
+
+/// Waits until the devices of a process before do no DMA any more: no request may be answered before.
+fn stop(settings: &Settings, connections: Vec<LeftConnection>, record: &LeaseRecord) {
+    let until = Instant::now() + HANG_UP_TIMEOUT;
+    for mut client in recorded(settings, connections, record) {
+        if !client.hang_up(until.saturating_duration_since(Instant::now())) {
+            log::error!(
+                "device {} (VM {}): the lender has not confirmed within {HANG_UP_TIMEOUT:?} that the device of the backend before does no DMA any more",
+                settings.device,
+                settings.vm
+            );
         }
     }
 }
@@ -185,7 +221,7 @@ impl Borrower {
                     path: path.filter(|_| was_open),
                     page_window,
                     reset: false,
-                    _others: Vec::new(),
+                    others: Vec::new(),
                 })),
                 _ => Borrow::Lost,
             },
@@ -291,7 +327,7 @@ impl Borrower {
             return Err(error);
         }
         let chain = granted.chain.unwrap_or(away.chain);
-        self.record.set(&client, Some(chain));
+        self.record.set(Some(chain));
         let lease = Lease {
             client,
             chain: Some(chain),
@@ -315,9 +351,9 @@ impl Borrower {
     /// Asks for the lease that goes on, or waits further for the answer to one that `asked`.
     fn ask(
         &self,
-        asked: Option<Client>,
+        asked: Option<Recorded>,
         setup: &Setup,
-    ) -> Result<(Client, Result<Granted, CallError>), WorkError> {
+    ) -> Result<(Recorded, Result<Granted, CallError>), WorkError> {
         let Borrow::Away(away) = &self.borrow else {
             return Err(cut());
         };
@@ -341,7 +377,7 @@ impl Borrower {
         };
         let files = setup.files();
         let files: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
-        self.record.attempt(&client);
+        let mut client = Recorded::new(client, &self.record);
         let granted = client.borrow_and_keep(device, keeping, &files);
         Ok((client, granted))
     }
