@@ -98,6 +98,7 @@ fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
     };
     let stop = Wakeup::new()?;
     let signals = Termination::catch().context("cannot wait for signals")?;
+    past.deliver_signals().context("cannot wait for signals")?;
     // This program, also after its file was replaced by a later version.
     let mut program = Command::new("/proc/self/exe");
     program.args(["serve-helper", vm.as_str()]);

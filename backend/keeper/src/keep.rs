@@ -4,13 +4,14 @@ use std::{
     collections::BTreeSet,
     fmt, io,
     mem::ManuallyDrop,
-    os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
 use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
+    io::{Errno, read, write},
     process::{Pid, Signal, WaitOptions, kill_process, waitpid},
 };
 
@@ -52,17 +53,35 @@ pub struct Kept(Arc<Mutex<Shared>>);
 struct Shared {
     root: Option<Words>,
     keeper: Option<Pid>,
-    /// An eventfd of the keeper.
-    announced: Option<ManuallyDrop<OwnedFd>>,
+    bell: Option<Arc<Bell>>,
+    /// Blocked until [`Kept::deliver_signals`].
+    signals: Option<Blocked>,
     inherited: Inherited,
     files: Vec<(usize, DeviceFile)>,
 }
 
+/// Two eventfds of the keeper. They are closed when both processes have ended, as both have one table of descriptors.
+struct Bell {
+    /// The backend serves.
+    serves: ManuallyDrop<OwnedFd>,
+    announced: ManuallyDrop<OwnedFd>,
+}
+
+impl Bell {
+    fn new() -> io::Result<Self> {
+        let make = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        Ok(Self {
+            serves: ManuallyDrop::new(make()?),
+            announced: ManuallyDrop::new(make()?),
+        })
+    }
+}
+
 impl Kept {
     fn new(
-        keeper: Pid,
-        announced: ManuallyDrop<OwnedFd>,
+        (keeper, bell): (Pid, Arc<Bell>),
         root: Words,
+        signals: Blocked,
         base: &BTreeSet<RawFd>,
     ) -> io::Result<Self> {
         let mut inherited = Inherited::all_but(base)?;
@@ -86,10 +105,24 @@ impl Kept {
         Ok(Self(Arc::new(Mutex::new(Shared {
             root: Some(root),
             keeper: Some(keeper),
-            announced: Some(announced),
+            bell: Some(bell),
+            signals: Some(signals),
             inherited,
             files,
         }))))
+    }
+
+    /// Has this process get signals, for which it has handlers now: without, they would end it, and the keeper would
+    /// start it again. Call it before this process has threads.
+    ///
+    /// # Errors
+    ///
+    /// Those of sigprocmask(2).
+    pub fn deliver_signals(&self) -> io::Result<()> {
+        match self.lock().signals.take() {
+            Some(signals) => signals.undo(),
+            None => Ok(()),
+        }
     }
 
     /// How often the backend was started again. `None` without a keeper.
@@ -109,22 +142,15 @@ impl Kept {
         if let Some(root) = &shared.root {
             root.set(READY, 1);
         }
-        if let (Some(keeper), Some(announced)) = (shared.keeper, &shared.announced) {
-            let mut fds = [PollFd::new(&**announced, PollFlags::IN)];
-            let waited =
-                kill_process(keeper, Signal::USR1).and_then(|()| poll(&mut fds, Some(&ANNOUNCED)));
-            match waited {
-                Ok(0) => log::warn!(
-                    "the keeper has not announced within {ANNOUNCED:?} that the backend serves"
-                ),
-                Ok(_) => {
-                    // The counter, for the next backend.
-                    let _ = rustix::io::read(&**announced, &mut [0; 8]);
-                }
-                // It has ended.
-                Err(errno) => {
-                    log::warn!("the keeper does not announce that the backend serves: {errno}")
-                }
+        if let Some(bell) = &shared.bell {
+            let mut fds = [PollFd::new(&*bell.announced, PollFlags::IN)];
+            // The counters are small, so neither blocks. A signal would not reach a process outside of what Landlock
+            // confines this one to.
+            let announced = write(&*bell.serves, &1u64.to_ne_bytes())
+                .and_then(|_| poll(&mut fds, Some(&ANNOUNCED)));
+            match announced {
+                Ok(1..) => drop(read(&*bell.announced, &mut [0; 8])),
+                _ => log::warn!("the keeper does not announce that the backend serves"),
             }
         }
     }
@@ -181,31 +207,27 @@ impl fmt::Debug for Kept {
 pub fn keep(backend: impl FnOnce(Kept) -> u8, announce: impl Fn()) -> io::Result<u8> {
     let area = Area::map(DeviceFile::root(ROOT)?, 0..ROOT)?;
     let root = Words::new(area, ROOT / 8);
-    let signals = Blocked::new(&[&PASSED[..], &[libc::SIGCHLD, libc::SIGUSR1]].concat())?;
-    // One table of descriptors: it is closed with the last of both processes.
-    let announced = ManuallyDrop::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+    let signals = Blocked::new(&[&PASSED[..], &[libc::SIGCHLD]].concat())?;
+    let reader = ManuallyDrop::new(signals.descriptor()?);
+    let bell = Arc::new(Bell::new()?);
     let base = inherited::open()?;
     let keeper = rustix::process::getpid();
     // Descriptors that it owns are the backend's: dropped here, they would be closed a second time.
     let backend = ManuallyDrop::new(backend);
     let mut starts = Vec::<Instant>::new();
     let mut unready = 0;
+    // The signal that has asked the backend to end.
+    let mut asked = None;
     loop {
         root.set(READY, 0);
         let pid = match system::clone_with_files()? {
             Cloned::Child => {
-                signals.undo()?;
-                let backend = ManuallyDrop::into_inner(backend);
-                return Ok(backend(Kept::new(keeper, announced, root, &base)?));
+                let kept = Kept::new((keeper, bell), root, signals, &base)?;
+                return Ok(ManuallyDrop::into_inner(backend)(kept));
             }
             Cloned::Parent(pid) => pid,
         };
-        let announce = || {
-            announce();
-            // Fails if the counter is full, of which nobody has read for ages.
-            let _ = rustix::io::write(&*announced, &1u64.to_ne_bytes());
-        };
-        let how = wait(pid, &signals, announce)?;
+        let how = wait(pid, reader.as_fd(), &bell, &announce, &mut asked)?;
         let Some(signal) = how.restart else {
             return Ok(how.code);
         };
@@ -235,9 +257,19 @@ struct End {
     restart: Option<String>,
 }
 
-/// Waits for the end of the backend.
-fn wait(pid: i32, signals: &Blocked, announce: impl Fn()) -> io::Result<End> {
+/// Waits for the end of the backend, which one before was `asked` for by a signal.
+fn wait(
+    pid: i32,
+    signals: BorrowedFd<'_>,
+    bell: &Bell,
+    announce: impl Fn(),
+    asked: &mut Option<Signal>,
+) -> io::Result<End> {
     let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+    if let Some(signal) = *asked {
+        // It may have ended just now.
+        let _ = kill_process(pid, signal);
+    }
     loop {
         if let Some((_, status)) = waitpid(Some(pid), WaitOptions::NOHANG)? {
             let code = status.exit_status().unwrap_or_default();
@@ -252,20 +284,28 @@ fn wait(pid: i32, signals: &Blocked, announce: impl Fn()) -> io::Result<End> {
                 },
             });
         }
-        let signalled = match signals.wait() {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            signalled => signalled?,
+        let mut fds = [
+            PollFd::new(&signals, PollFlags::IN),
+            PollFd::new(&*bell.serves, PollFlags::IN),
+        ];
+        match poll(&mut fds, None) {
+            Err(Errno::INTR) => continue,
+            polled => polled?,
         };
-        if signalled.signal == libc::SIGUSR1 {
+        if read(&*bell.serves, &mut [0; 8]).is_ok() {
             announce();
+            write(&*bell.announced, &1u64.to_ne_bytes())?;
         }
+        let Some(signalled) = system::next_signal(signals)? else {
+            continue;
+        };
         // What a terminal sends, it sends to the backend, too.
         if signalled.by_process
             && let Some(signal) = Signal::from_named_raw(signalled.signal)
             && PASSED.contains(&signalled.signal)
         {
-            // It may have ended just now.
             let _ = kill_process(pid, signal);
+            *asked = Some(signal);
         }
     }
 }

@@ -280,7 +280,7 @@ pub(crate) fn clone_with_files() -> io::Result<Cloned> {
     }
 }
 
-/// Signals that are taken by [`Blocked::wait`] instead of being delivered.
+/// Signals that are read instead of being delivered.
 pub(crate) struct Blocked {
     set: libc::sigset_t,
     before: libc::sigset_t,
@@ -301,6 +301,8 @@ impl Blocked {
             for signal in signals {
                 libc::sigaddset(&raw mut set, *signal);
             }
+            // Ignored, as its parent may have left it, it would not be reported.
+            libc::signal(libc::SIGCHLD, libc::SIG_DFL);
             match libc::sigprocmask(libc::SIG_BLOCK, &raw const set, &raw mut before) {
                 0 => Ok(Self { set, before }),
                 _ => Err(io::Error::last_os_error()),
@@ -319,17 +321,31 @@ impl Blocked {
         }
     }
 
-    pub(crate) fn wait(&self) -> io::Result<Signalled> {
-        // SAFETY: the information is written by the call before it is read.
+    /// A descriptor from which they are [read](Self::next), readable when there is one.
+    pub(crate) fn descriptor(&self) -> io::Result<OwnedFd> {
+        let flags = libc::SFD_CLOEXEC | libc::SFD_NONBLOCK;
+        // SAFETY: the set is initialised; a descriptor that is returned is new, and has no other owner.
         unsafe {
-            let mut information: libc::siginfo_t = mem::zeroed();
-            match libc::sigwaitinfo(&raw const self.set, &raw mut information) {
+            match libc::signalfd(-1, &raw const self.set, flags) {
                 -1 => Err(io::Error::last_os_error()),
-                signal => Ok(Signalled {
-                    signal,
-                    by_process: information.si_code <= 0,
-                }),
+                fd => Ok(OwnedFd::from_raw_fd(fd)),
             }
         }
     }
+}
+
+/// The next signal of a [descriptor](Blocked::descriptor), if there is one.
+pub(crate) fn next_signal(descriptor: BorrowedFd<'_>) -> io::Result<Option<Signalled>> {
+    const BYTES: usize = mem::size_of::<libc::signalfd_siginfo>();
+    let mut bytes = [0; BYTES];
+    match rustix::io::read(descriptor, &mut bytes) {
+        Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(None),
+        read => read?,
+    };
+    // SAFETY: as many bytes as the structure has, of which all bit patterns are valid.
+    let information: libc::signalfd_siginfo = unsafe { mem::transmute(bytes) };
+    Ok(Some(Signalled {
+        signal: information.ssi_signo as i32,
+        by_process: information.ssi_code <= 0,
+    }))
 }
