@@ -53,6 +53,9 @@ pub struct Connection {
     ending: bool,
     /// Descriptors of messages in the input, by the message's start.
     fds: Vec<Passed>,
+    /// Those of the last returned message, which has duplicates: a process that is killed before it is done with the
+    /// message leaves them.
+    in_hand: Vec<OwnedFd>,
     output: Vec<u8>,
     /// The descriptor of a reply that is queued.
     queued_fd: Option<OwnedFd>,
@@ -176,6 +179,7 @@ impl Connection {
             emptied: false,
             ending: false,
             fds: Vec::new(),
+            in_hand: Vec::new(),
             output: Vec::with_capacity(BUFFER),
             queued_fd: None,
         }
@@ -359,6 +363,9 @@ impl Connection {
     /// The input begins `bytes` later.
     fn moved(&mut self, bytes: usize) {
         self.to_drain = self.journal.to_drain();
+        if bytes > 0 {
+            self.in_hand.clear();
+        }
         for passed in &mut self.fds {
             passed.start -= bytes;
         }
@@ -376,10 +383,13 @@ impl Connection {
             }
         };
         self.consumed = end;
-        let (fds, fds_refused) = match self.fds.first() {
+        let (fds, fds_refused): (Vec<_>, _) = match self.fds.first() {
             Some(passed) if passed.start < end => {
-                let passed = self.fds.remove(0);
-                (passed.fds, passed.refused)
+                let Passed { fds, refused, .. } = self.fds.remove(0);
+                let duplicates: Result<_, _> = fds.iter().map(OwnedFd::try_clone).collect();
+                self.in_hand = fds;
+                // This process has too many open.
+                duplicates.map_or((Vec::new(), true), |fds| (fds, refused))
             }
             _ => (Vec::new(), false),
         };
