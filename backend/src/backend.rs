@@ -253,10 +253,11 @@ impl Backend {
         drop(made);
         let admin = AdminServer::new(control, lookup, served.clone())?;
         manager.add_subscriber(Arc::new(Mutex::new(admin)) as Subscriber);
-        config.past.kept().ready();
         let devices: Vec<_> = config.devices.iter().map(DeviceId::as_str).collect();
         let (devices, vm) = (devices.join(", "), &config.vm);
-        farside_daemon::ready(&format!("serving {devices} to VM {vm}"));
+        let serves = format!("serving {devices} to VM {vm}");
+        config.past.kept().ready(&serves);
+        farside_daemon::ready(&serves);
         if config.helper.is_some() {
             farside_daemon::end_notices();
             confine::restrict_system_calls(config)?;

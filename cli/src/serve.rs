@@ -38,8 +38,7 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
             }
         }
     };
-    let announce = || farside_daemon::ready("keeping the backend");
-    let ended = farside_keeper::keep(backend, announce);
+    let ended = farside_keeper::keep(backend, farside_daemon::ready);
     match ended.context("cannot start the backend's process")? {
         0 => Ok(()),
         code => std::process::exit(code.into()),

@@ -39,11 +39,14 @@ const ANNOUNCED: Timespec = Timespec {
 /// Exit code of a Rust program that has panicked.
 const PANICKED: i32 = 101;
 
-/// Words that keeper and backend share: restarts, then descriptors of device files and 1.
+/// Words that keeper and backend share: restarts, whether the backend serves, what it serves, and then descriptors of
+/// device files and 1.
 const ROOT: usize = 16 << 10;
 const RESTARTS: usize = 0;
 const READY: usize = 1;
-const FILES: usize = 8;
+const TEXT: usize = 8;
+const TEXT_WORDS: usize = 64;
+const FILES: usize = TEXT + TEXT_WORDS;
 
 /// What a backend has from the keeper. Clones share it.
 #[derive(Clone, Default)]
@@ -136,10 +139,17 @@ impl Kept {
         keeper.is_some_and(|keeper| rustix::process::getppid() != Some(keeper))
     }
 
-    /// The backend serves. Has the keeper [announce](keep) that, and waits for it.
-    pub fn ready(&self) {
+    /// The backend serves what `text` says, of which the start is kept. Has the keeper [announce](keep) that, and waits
+    /// for it.
+    pub fn ready(&self, text: &str) {
         let shared = self.lock();
         if let Some(root) = &shared.root {
+            let mut bytes = [0; 8 * TEXT_WORDS];
+            let len = text.len().min(bytes.len());
+            bytes[..len].copy_from_slice(&text.as_bytes()[..len]);
+            for (n, word) in bytes.as_chunks().0.iter().enumerate() {
+                root.set(TEXT + n, u64::from_ne_bytes(*word));
+            }
             root.set(READY, 1);
         }
         if let Some(bell) = &shared.bell {
@@ -199,12 +209,12 @@ impl fmt::Debug for Kept {
 
 /// Runs `backend` in a process of its own, and again when that is killed, until it ends by itself. Returns its exit code,
 /// in both processes. Call it before this process has threads. `announce` is called in the keeper when the backend is
-/// [ready](Kept::ready).
+/// [ready](Kept::ready), with its text, which has no control characters.
 ///
 /// # Errors
 ///
 /// Those of the system calls.
-pub fn keep(backend: impl FnOnce(Kept) -> u8, announce: impl Fn()) -> io::Result<u8> {
+pub fn keep(backend: impl FnOnce(Kept) -> u8, announce: impl Fn(&str)) -> io::Result<u8> {
     let area = Area::map(DeviceFile::root(ROOT)?, 0..ROOT)?;
     let root = Words::new(area, ROOT / 8);
     let signals = Blocked::new(&[&PASSED[..], &[libc::SIGCHLD]].concat())?;
@@ -227,7 +237,8 @@ pub fn keep(backend: impl FnOnce(Kept) -> u8, announce: impl Fn()) -> io::Result
             }
             Cloned::Parent(pid) => pid,
         };
-        let how = wait(pid, reader.as_fd(), &bell, &announce, &mut asked)?;
+        let announce = || announce(&text(&root));
+        let how = wait(pid, reader.as_fd(), &bell, announce, &mut asked)?;
         let Some(signal) = how.restart else {
             return Ok(how.code);
         };
@@ -248,6 +259,14 @@ pub fn keep(backend: impl FnOnce(Kept) -> u8, announce: impl Fn()) -> io::Result
         root.set(RESTARTS, root.get(RESTARTS) + 1);
         log::warn!("the backend (process {pid}) has ended by {signal}: starting it again");
     }
+}
+
+/// What the backend serves.
+fn text(root: &Words) -> String {
+    let words = (TEXT..FILES).map(|word| root.get(word).to_ne_bytes());
+    let bytes: Vec<u8> = words.flatten().collect();
+    let text = String::from_utf8_lossy(&bytes);
+    text.chars().filter(|char| !char.is_control()).collect()
 }
 
 /// How a backend has ended.
