@@ -63,16 +63,15 @@ pub(super) fn take_back(
         std::mem::forget((device, connection));
         return None;
     }
-    if let Err(error) = device.source().flush() {
+    // The next process goes on from it. A backend that is killed leaves its connection to the next one, and nothing else.
+    let stays =
+        matches!(end, End::PeerGone(_)) && !has_hung_up(&connection) && device.leave_state();
+    // Within the host, what was written stays in the kernel's cache, of which the next worker reports errors. The guest
+    // would wait for the disk, and a process that is killed meanwhile does not end.
+    if !stays && let Err(error) = device.source().flush() {
         log::error!("{error}", error = Chain(&error));
     }
-    // The next process goes on from it. A backend that is killed leaves its connection to the next one, and nothing else.
-    let may_go_on = match &end {
-        End::Stopped => true,
-        End::PeerGone(_) => !has_hung_up(&connection),
-        _ => false,
-    };
-    let goes_on = may_go_on && device.leave_state();
+    let goes_on = stays || matches!(end, End::Stopped) && device.leave_state();
     // Release fabric resources first, so that the next borrower of the free device has room.
     let source = device.end();
     let why = match &end {
