@@ -529,7 +529,7 @@ fn keep_backends(seed: &str) -> ! {
             }
         };
         kept.close_others();
-        kept.ready();
+        kept.ready("a test");
         let mut random = Random(kept.restarts().unwrap());
         while !backend.is_done(&exchanges) {
             let Ok(waits) = backend.step(&exchanges, &mut random, &mut || Ok(())) else {
