@@ -211,7 +211,9 @@ impl Backend {
         let lookup = Arc::new(Lookup::new(config, adapter, made));
         let mut manager = EventManager::new()?;
         let served = Served::default();
-        for left in config.past.take() {
+        let left = config.past.take();
+        let goes_on = !left.is_empty();
+        for left in left {
             match lookup.go_on(left) {
                 Ok((id, server)) => served.add(&id, server, !config.devices.contains(&id)),
                 Err(error) => log::error!("{}", Chain(&error)),
@@ -221,11 +223,20 @@ impl Backend {
             let is_served = |id: &DeviceId| served.state(id) != ServedState::NotServed;
             config.devices.iter().filter(move |id| !is_served(id))
         };
-        let found = others().map(|device| lookup.find(device));
-        let found: Vec<_> = found.collect::<Result<_, _>>()?;
         let others: Vec<_> = others().collect();
-        for (id, found) in others.into_iter().zip(found) {
-            served.add(id, lookup.serve(id, found)?, false);
+        let mut found = Vec::new();
+        for id in others {
+            match lookup.find(id) {
+                Ok(device) => found.push((id, device)),
+                // The VM would lose the devices that it has.
+                Err(error) if goes_on => {
+                    log::error!("device {id} is not served: {}", Chain(&error))
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        for (id, device) in found {
+            served.add(id, lookup.serve(id, device)?, false);
         }
         served.apply(&mut manager);
         let mut made = lookup.sockets();

@@ -258,6 +258,11 @@ impl DmaTable {
         Ok(Arc::clone(file))
     }
 
+    /// How many mappings there are.
+    pub(crate) fn len(&self) -> usize {
+        self.mappings.len()
+    }
+
     /// All mappings, lowest first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Mapping> {
         self.mappings.values()

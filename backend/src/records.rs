@@ -314,6 +314,7 @@ pub(crate) struct Records {
     snapshots: Snapshots,
     /// The state has changed since the last snapshot.
     pub(crate) is_dirty: bool,
+    leaves_nothing: bool,
     /// What the descriptors in the snapshots belong to, the current one's first: they stay open.
     holds: [Option<Setup>; 2],
 }
@@ -331,6 +332,7 @@ impl Records {
             kept,
             snapshots,
             is_dirty: false,
+            leaves_nothing: false,
             holds: [None, None],
         }
     }
@@ -338,6 +340,11 @@ impl Records {
     /// The journal for the next client.
     pub(crate) fn journal(&self) -> io::Result<Journal> {
         self.file.journal()
+    }
+
+    /// See [`DeviceFile::turn`].
+    pub(crate) fn turn(&self) -> u8 {
+        self.file.turn()
     }
 
     /// Whether there will be a next backend.
@@ -361,7 +368,19 @@ impl Records {
         self.holds.swap(0, 1);
         self.holds[0] = Some(setup);
         self.is_dirty = false;
+        self.leaves_nothing = false;
         self.snapshots.stage(&bytes)
+    }
+
+    /// Has the next backend find no state. Returns false if it is so already.
+    pub(crate) fn leave_nothing(&mut self) -> bool {
+        self.is_dirty = false;
+        let is_new = !std::mem::replace(&mut self.leaves_nothing, true);
+        if is_new {
+            // No state fits.
+            let _ = self.snapshots.stage(&[]);
+        }
+        is_new
     }
 }
 

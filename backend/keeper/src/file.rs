@@ -40,6 +40,8 @@ pub struct DeviceFile {
     file: OwnedFd,
     /// The snapshot that waits for the next commit of the journal; see [`Snapshots`].
     staged: Arc<AtomicUsize>,
+    /// The journal's count of messages.
+    turn: Arc<AtomicUsize>,
 }
 
 impl DeviceFile {
@@ -89,13 +91,21 @@ impl DeviceFile {
         Self {
             file,
             staged: Arc::default(),
+            turn: Arc::default(),
         }
     }
 
     /// The journal of the device's client. Call once.
     pub fn journal(&self) -> io::Result<Journal> {
         let area = Area::map(&self.file, JOURNAL)?;
-        Ok(Journal::new(area, Arc::clone(&self.staged)))
+        let (staged, turn) = (Arc::clone(&self.staged), Arc::clone(&self.turn));
+        Ok(Journal::new(area, staged, turn))
+    }
+
+    /// Counts the messages that the journal is done with, modulo 128: the same number when a message is processed again
+    /// by the next process.
+    pub fn turn(&self) -> u8 {
+        self.turn.load(std::sync::atomic::Ordering::Relaxed) as u8
     }
 
     /// The snapshots, of which `journal` knows the current one. Call once.

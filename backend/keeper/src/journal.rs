@@ -36,6 +36,9 @@ pub(crate) const OUTPUT: usize = (4 << 20) + (64 << 10);
 const WORDS: usize = 4096;
 const SLOTS: usize = 4096;
 
+// An offset in it has 21 bits of the state.
+const _: () = assert!(INPUT < 1 << 21);
+
 pub(crate) const BYTES: usize = WORDS + SLOTS + 2 * INPUT + 2 * OUTPUT;
 
 /// Words.
@@ -79,6 +82,8 @@ struct State {
     input: usize,
     output: usize,
     snapshot: Option<usize>,
+    /// Counts the messages that are done, modulo 128.
+    turn: u8,
     /// Bytes of a refused message that are to come, and are discarded.
     to_drain: u32,
 }
@@ -87,19 +92,21 @@ impl State {
     fn word(self) -> u64 {
         let snapshot = self.snapshot.map_or(0, |half| half + 1);
         self.front as u64
-            | (self.input as u64) << 24
-            | (self.output as u64) << 25
-            | (snapshot as u64) << 26
+            | (self.input as u64) << 21
+            | (self.output as u64) << 22
+            | (snapshot as u64) << 23
+            | u64::from(self.turn & 127) << 25
             | u64::from(self.to_drain) << 32
     }
 
     fn of(word: u64) -> Self {
         let bits = |shift: u32, mask: u64| (word >> shift & mask) as usize;
         Self {
-            front: bits(0, 0xff_ffff),
-            input: bits(24, 1),
-            output: bits(25, 1),
-            snapshot: bits(26, 3).checked_sub(1).map(|half| half & 1),
+            front: bits(0, 0x1f_ffff),
+            input: bits(21, 1),
+            output: bits(22, 1),
+            snapshot: bits(23, 3).checked_sub(1).map(|half| half & 1),
+            turn: bits(25, 127) as u8,
             to_drain: (word >> 32) as u32,
         }
     }
@@ -134,10 +141,11 @@ pub struct Journal {
     /// Bytes of the output, of which some are sent.
     queued: Range<usize>,
     staged: Arc<AtomicUsize>,
+    turn: Arc<AtomicUsize>,
 }
 
 impl Journal {
-    pub(crate) fn new(area: Area, staged: Arc<AtomicUsize>) -> Self {
+    pub(crate) fn new(area: Area, staged: Arc<AtomicUsize>, turn: Arc<AtomicUsize>) -> Self {
         let state = State::of(area.word(STATE).load(Ordering::Acquire));
         let mut journal = Self {
             area,
@@ -145,7 +153,9 @@ impl Journal {
             filled: 0,
             queued: 0..0,
             staged,
+            turn,
         };
+        journal.turn.store(state.turn.into(), Ordering::Relaxed);
         let received = journal.area.done(input_slot(state.input)).bytes;
         let base = journal.load(input_word(state.input, 0));
         journal.filled = (base + received).min(INPUT).max(state.front);
@@ -287,6 +297,7 @@ impl Journal {
     ) -> Result<(), JournalError> {
         let mut next = State {
             front: (self.state.front + done).min(self.filled),
+            turn: self.state.turn.wrapping_add((done > 0).into()) & 127,
             to_drain,
             ..self.state
         };
@@ -406,6 +417,7 @@ impl Journal {
 
     fn enter(&mut self, state: State) {
         self.state = state;
+        self.turn.store(state.turn.into(), Ordering::Relaxed);
         self.area.word(STATE).store(state.word(), Ordering::Release);
     }
 

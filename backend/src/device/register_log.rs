@@ -21,6 +21,9 @@ const UNSENT: u64 = u64::MAX;
 /// Words: the first write that is kept, and the end of them.
 const FIRST: usize = 0;
 const END: usize = 1;
+/// Of the message that is processed: [`OF_A_MESSAGE`], its turn, and how many of its writes are kept.
+const MARK: usize = 2;
+const OF_A_MESSAGE: u64 = 1 << 63;
 /// Where the writes begin, of four words each.
 const WRITES: usize = farside_keeper::LOG_WORDS - 4 * MOST as usize;
 
@@ -34,6 +37,8 @@ pub(crate) struct RegisterLog {
     sent: u64,
     /// The first write that waits.
     waiting: u64,
+    /// Writes of the message that the process before has kept.
+    done: u64,
 }
 
 impl RegisterLog {
@@ -44,6 +49,7 @@ impl RegisterLog {
             page: None,
             sent: 0,
             waiting: 0,
+            done: 0,
         };
         log.waiting = log.end();
         log
@@ -54,6 +60,30 @@ impl RegisterLog {
         self.clear();
         self.sent = page.as_ref().map_or(0, served);
         self.page = page;
+    }
+
+    /// A message with writes is processed, whose [turn](farside_keeper::DeviceFile::turn) this is: those that the process
+    /// before has kept are not repeated, as others of the message may have followed them.
+    pub(crate) fn message(&mut self, turn: u8) {
+        let mark = OF_A_MESSAGE | u64::from(turn) << 32;
+        let before = self.words.get(MARK);
+        self.done = match before & !u64::from(u32::MAX) == mark {
+            true => before & u64::from(u32::MAX),
+            false => 0,
+        };
+        self.words.set(MARK, mark | self.done);
+    }
+
+    /// Whether the process before has kept the next write of the message.
+    fn is_repeated(&mut self) -> bool {
+        let is_repeated = self.done > 0;
+        self.done = self.done.saturating_sub(1);
+        is_repeated
+    }
+
+    /// A write of the message is kept. Until here the next process repeats it, with nothing in between.
+    fn kept(&self) {
+        self.words.set(MARK, self.words.get(MARK) + 1);
     }
 
     /// Sends an access after those that wait. Returns false if the channel is full.
@@ -67,6 +97,9 @@ impl RegisterLog {
         }
         // Recorded first: a backend that is killed now sends it again.
         let is_kept = self.page.is_some() && matches!(access, Access::Write { .. });
+        if is_kept && self.is_repeated() {
+            return Ok(true);
+        }
         self.drop_served();
         let before = self.end();
         if is_kept {
@@ -84,6 +117,9 @@ impl RegisterLog {
         }
         self.sent += 1;
         self.waiting = self.end();
+        if is_kept {
+            self.kept();
+        }
         Ok(true)
     }
 
@@ -132,10 +168,14 @@ impl RegisterLog {
 
     /// Keeps a write for the next process. Returns false if there are too many.
     pub(crate) fn wait(&mut self, access: Access) -> bool {
+        if self.is_repeated() {
+            return true;
+        }
         if self.len() >= MOST {
             return false;
         }
         self.push(UNSENT, access);
+        self.kept();
         true
     }
 
@@ -272,5 +312,31 @@ mod tests {
             page.store_u64(0, n, std::sync::atomic::Ordering::Release);
             assert!(log.len() <= MANY);
         }
+    }
+
+    #[test]
+    fn a_message_that_is_processed_again_repeats_no_write_of_it() {
+        let file = farside_keeper::DeviceFile::new().unwrap();
+        let memory = SharedMemory::anonymous(4096).unwrap();
+        let page = memory.slice(0, 4096);
+        let mut first = RegisterLog::new(file.log().unwrap());
+        first.begin(page.clone());
+        let (mut ours, mut theirs) = Channel::pair().unwrap();
+        first.message(7);
+        for value in [5, 6] {
+            assert!(first.send(&mut ours, write(value)).unwrap());
+        }
+        assert_eq!(received(&mut theirs), [5, 6].map(write));
+        // Killed before the last write of the message: nothing of it is served.
+        drop(first);
+        let mut next = RegisterLog::new(file.log().unwrap());
+        next.message(7);
+        assert!([5, 6, 7].into_iter().all(|value| next.wait(write(value))));
+        next.message(8);
+        assert!(next.wait(write(5)));
+        next.cut(page, 0);
+        let (mut ours, mut theirs) = Channel::pair().unwrap();
+        assert!(next.flush(&mut ours).unwrap());
+        assert_eq!(received(&mut theirs), [5, 6, 7, 5].map(write));
     }
 }

@@ -238,6 +238,9 @@ impl Handler for Device {
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
         self.ram_taken &= matches!(request, Request::DmaUnmap(_));
         self.records.is_dirty |= changes_state(&request);
+        if let Request::RegionWrite(_) | Request::RegionWriteMulti(_) = request {
+            self.log.message(self.records.turn());
+        }
         match request {
             Request::Version(negotiated) => {
                 self.negotiated = Some(negotiated);

@@ -6,6 +6,9 @@ use farside_keeper::Journal;
 use super::{Device, State};
 use crate::records::Saved;
 
+/// With more mappings, as of a guest behind a vIOMMU that maps each buffer, a snapshot for each change would slow it down.
+const MOST_MAPPINGS: usize = 1024;
+
 impl Device {
     /// The journal for the next client, and the state that this one finds.
     pub(crate) fn journal(&mut self) -> std::io::Result<Journal> {
@@ -19,6 +22,17 @@ impl Device {
     /// Has the next backend find the present state, from the next answer on.
     pub(super) fn save(&mut self) {
         if !(self.records.is_dirty && self.records.are_kept()) {
+            return;
+        }
+        if self.memory.len() > MOST_MAPPINGS {
+            if self.records.leave_nothing()
+                && let Some(held_back) = self.line_limits.records.allow()
+            {
+                log::warn!(
+                    "{}: over {MOST_MAPPINGS} mappings of guest memory: if the backend is killed while there are so many, the VM loses the device{held_back}",
+                    self.name()
+                );
+            }
             return;
         }
         let setup = self.setup();

@@ -170,7 +170,9 @@ fn comes_back(machine: &Machine) -> Result<()> {
     let socket = "stat -c %i /run/farside/vm/web1/disk0.sock";
     // By its keeper, the main process.
     let keeper = machine.show(BACKEND, "MainPID")?;
-    machine.sh(&format!("pkill -KILL -P {keeper}"))?;
+    machine.sh(&format!(
+        "kill -KILL $(cat /proc/{keeper}/task/{keeper}/children)"
+    ))?;
     let kept = "farside status --vm web1 2> /dev/null | grep -q 'started again 1 times'";
     machine.sh(&format!("until {kept}; do sleep 0.1; done"))?;
     ensure!(

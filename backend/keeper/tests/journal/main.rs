@@ -464,7 +464,7 @@ fn keep_backends(seed: &str) -> ! {
             false => 3,
         }
     };
-    let code = farside_keeper::keep(backend, || ()).unwrap();
+    let code = farside_keeper::keep(backend, |_| ()).unwrap();
     std::process::exit(code.into());
 }
 

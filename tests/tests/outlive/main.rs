@@ -4,6 +4,8 @@
 //! written), each of which must succeed and complete once, while workers, or the lender with its workers, get SIGKILL at
 //! random times. The seed is printed; `FARSIDE_SEED` repeats the choice of commands and times.
 
+mod backend;
+
 use std::{
     fs,
     path::Path,
@@ -11,7 +13,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_backend_api::ConnectionState;
 use farside_devices::dma_test::{Command, control, reg, status};
 use farside_scripted_vmm::{
     device::Device,
@@ -500,169 +501,4 @@ fn a_dma_test_device_goes_on_while_its_lender_is_killed() {
         "DMA test device: {pattern} commands; longest without a kill {:.1?}, with 20 kills {:.1?}",
         longest[0], longest[1]
     );
-}
-
-fn kill_backends(doorbells: Doorbells, count: u64) {
-    let cluster = Cluster::new().unwrap();
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let _lender = lend(&cluster, &image);
-    let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
-    let keeper = serve.start().unwrap();
-    let pauses = under_load(&cluster, doorbells, |mut random, progress| {
-        let mut kills = Vec::new();
-        for round in 1..=count {
-            progress.wait(&mut random, Duration::from_millis(50));
-            let [backend] = keeper.children()[..] else {
-                panic!("the keeper has one child");
-            };
-            kills.push(Instant::now());
-            kill_process(backend, Signal::KILL).unwrap();
-            // The next backend may not have its sockets yet.
-            let deadline = Instant::now() + TIMEOUT;
-            let goes_on = || {
-                let status = cluster.status().ok()?;
-                let restarts = status.0.backend("a")?.restarts?;
-                let connection = status.borrow("a", "disk0").ok()?.connection?;
-                Some(restarts >= round && connection.state == ConnectionState::Connected)
-            };
-            while goes_on() != Some(true) {
-                assert!(Instant::now() < deadline, "{}", keeper.log());
-                std::thread::sleep(Duration::from_millis(2));
-            }
-        }
-        kills
-    });
-    print(&format!("backend, {doorbells:?}"), pauses);
-}
-
-#[test]
-fn a_backend_that_is_killed_under_load_costs_a_pause() {
-    kill_backends(Doorbells::Registers, 50);
-}
-
-#[test]
-fn a_backend_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause() {
-    kill_backends(Doorbells::Buffer, 50);
-}
-
-/// Descriptors of a process.
-fn descriptors(pid: u32) -> usize {
-    fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
-}
-
-/// One life of a VM: each request is answered as if no backend was killed.
-fn live(cluster: &Cluster, random: &mut Random) {
-    let socket = cluster.directory().join("vm/a/disk0.sock");
-    let deadline = Instant::now() + TIMEOUT;
-    let device = loop {
-        // A client whose backend is killed before it is recorded is not served.
-        match Device::connect(&socket, TIMEOUT) {
-            Ok(device) => break device,
-            Err(error) => assert!(Instant::now() < deadline, "{error:#}"),
-        }
-    };
-    let mut machine = Machine {
-        vectors: Vectors::new(device.vectors()).unwrap(),
-        ram: Ram::new(Layout::new(64 * MIB, None, false).unwrap()).unwrap(),
-        device,
-        timeout: TIMEOUT,
-        early_interrupts: 0,
-    };
-    let blocks = machine.ram.layout().blocks();
-    for _ in 0..1 + random.below(3) {
-        let device = &mut machine.device;
-        for block in &blocks {
-            device.map(&machine.ram, *block).unwrap();
-        }
-        device.reset().unwrap();
-        pci::place_bars(device).unwrap();
-        for _ in 0..1 + random.below(3) {
-            pci::set_command(device, pci::MEMORY).unwrap();
-            pci::set_command(device, pci::MEMORY | pci::BUS_MASTER).unwrap();
-            let command = pci::command(device).unwrap();
-            assert_eq!(command, pci::MEMORY | pci::BUS_MASTER);
-        }
-        device.enable_vectors(&machine.vectors).unwrap();
-        pci::enable_msix(device, true).unwrap();
-        let mut controller = Controller::bring_up(&mut machine, 1, 1).unwrap();
-        controller.flush(&mut machine).unwrap();
-        let device = &mut machine.device;
-        for block in &blocks {
-            if random.below(2) == 0 {
-                device.unmap(*block).unwrap();
-                device.map(&machine.ram, *block).unwrap();
-            }
-        }
-        controller.flush(&mut machine).unwrap();
-        let device = &mut machine.device;
-        device.disable_vectors().unwrap();
-        pci::set_command(device, pci::MEMORY).unwrap();
-        for block in &blocks {
-            device.unmap(*block).unwrap();
-        }
-    }
-    machine.device.close();
-}
-
-#[test]
-fn a_backend_that_is_killed_in_any_state_goes_on_there() {
-    let cluster = Cluster::new().unwrap();
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let _lender = lend(&cluster, &image);
-    let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
-    let keeper = serve.start().unwrap();
-    let mut random = Random::new();
-    live(&cluster, &mut random);
-    cluster.wait_free("disk0").unwrap();
-    let before = descriptors(keeper.pid());
-    let over = AtomicBool::new(false);
-    let mut others = Random(random.below(u64::MAX));
-    let mut lives = 0;
-    let kills = std::thread::scope(|scope| {
-        let killer = scope.spawn(|| {
-            let mut kills = 0;
-            while !over.load(Ordering::Acquire) && kills < 100 {
-                // Once in a while when it has hardly begun; less than 100 times in 10 s.
-                let time = match others.below(4) {
-                    0 => others.below(60_000),
-                    _ => 100_000 + others.below(150_000),
-                };
-                std::thread::sleep(Duration::from_micros(time));
-                for backend in workers(keeper.pid()) {
-                    // It may have ended.
-                    kills += u64::from(kill_process(backend, Signal::KILL).is_ok());
-                }
-            }
-            kills
-        });
-        // Also if a request fails.
-        struct Over<'a>(&'a AtomicBool);
-        impl Drop for Over<'_> {
-            fn drop(&mut self) {
-                self.0.store(true, Ordering::Release);
-            }
-        }
-        let _over = Over(&over);
-        while !killer.is_finished() {
-            let lived = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                live(&cluster, &mut random);
-            }));
-            assert!(lived.is_ok(), "life {lives}: {}", keeper.log());
-            lives += 1;
-        }
-        killer.join().unwrap()
-    });
-    live(&cluster, &mut random);
-    cluster.wait_free("disk0").unwrap();
-    println!("{kills} kills in {lives} lives");
-    let deadline = Instant::now() + TIMEOUT;
-    // The helper of the last backend may be about to close one.
-    while descriptors(keeper.pid()) > before {
-        assert!(
-            Instant::now() < deadline,
-            "{} descriptors, and {before} before",
-            descriptors(keeper.pid())
-        );
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
