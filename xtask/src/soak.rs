@@ -15,7 +15,7 @@ use farside_testbed::die_with_us;
 use crate::args::Soak;
 
 /// Chores to run in turn. A test binary accepts one filter.
-const ROUNDS: [Round; 9] = [
+const ROUNDS: [Round; 10] = [
     Round {
         arguments: "test --no-fail-fast --test migration",
         variables: &[("FARSIDE_MIGRATIONS", "50"), ("FARSIDE_KILLS", "20")],
@@ -62,6 +62,11 @@ const ROUNDS: [Round; 9] = [
     Round {
         arguments: "test --no-fail-fast --test canaries -- million --include-ignored",
         variables: &[],
+        seed: Some("FARSIDE_SEED"),
+    },
+    Round {
+        arguments: "test --no-fail-fast --test outlive -- --nocapture",
+        variables: &[("FARSIDE_KILLS", "1000")],
         seed: Some("FARSIDE_SEED"),
     },
 ];

@@ -12,8 +12,9 @@ use std::{
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// A mapped part of a file that this process made, sealed against resizing. No other part of this process maps the same
-/// bytes, and the keeper maps none, so references into it follow the rules for memory of one's own.
+/// A mapped part of a file that this process made, sealed against resizing. The keeper maps none of these bytes. Where two
+/// areas of this process map the same, one of them is out of use: that of a client that has gone, or of a process before. So
+/// references into an area follow the rules for memory of one's own.
 #[derive(Debug)]
 pub(crate) struct Area {
     start: NonNull<u8>,

@@ -46,7 +46,7 @@ fn audit<'a>(lives: impl Iterator<Item = &'a str>) -> Result<Leases> {
     let mut leases = Leases::default();
     let mut fence = 0;
     for log in lives {
-        // A lease ends with its lender.
+        // A lease ends with its lender, unless the next one adopts it.
         let mut open: Option<u64> = None;
         let mut unused: Option<u64> = None;
         let lines = log.lines().filter(|line| line.contains("device disk0: "));
@@ -61,6 +61,8 @@ fn audit<'a>(lives: impl Iterator<Item = &'a str>) -> Result<Leases> {
                 open = Some(generation);
                 leases.count += 1;
                 leases.holder = Some(number(line, "process ")?.try_into()?);
+            } else if line.contains("its lease goes on (") {
+                open = Some(number(line, ", generation ")?);
             } else if line.contains(&format!("(VM {VM}, generation ")) {
                 let generation = number(line, ", generation ")?;
                 if unused == Some(generation) {

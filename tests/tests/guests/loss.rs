@@ -200,8 +200,9 @@ pub fn a_backend_told_to_stop_gives_all_back(cluster: &Cluster) -> anyhow::Resul
         cluster.wait_free(device)?;
     }
     let left = cluster.sockets()?;
-    // QEMU continues to run, and so does its monitor.
-    let others = ["lender.sock", "vm/a/qmp"].map(|name| cluster.directory().join(name));
+    // QEMU continues to run, and so do its monitor and the lender's keeper.
+    let others = ["lender.keeper/socket", "lender.sock", "vm/a/qmp"]
+        .map(|name| cluster.directory().join(name));
     ensure!(left == others, "{left:?}");
     drop(busy);
     passed()

@@ -18,7 +18,7 @@ use farside_scripted_vmm::{
 use farside_tests::{Cluster, MIB};
 use rustix::process::{Signal, kill_process};
 
-use super::{Random, TIMEOUT, lend, print, under_load};
+use super::{Random, TIMEOUT, kills, lend, print, under_load};
 
 fn kill_backends(doorbells: Doorbells, count: u64) {
     let cluster = Cluster::new().unwrap();
@@ -55,12 +55,12 @@ fn kill_backends(doorbells: Doorbells, count: u64) {
 
 #[test]
 fn a_backend_that_is_killed_under_load_costs_a_pause() {
-    kill_backends(Doorbells::Registers, 50);
+    kill_backends(Doorbells::Registers, kills() as u64);
 }
 
 #[test]
 fn a_backend_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause() {
-    kill_backends(Doorbells::Buffer, 50);
+    kill_backends(Doorbells::Buffer, kills() as u64);
 }
 
 /// Descriptors of a process.
@@ -138,8 +138,8 @@ fn a_backend_that_is_killed_in_any_state_goes_on_there() {
     let mut lives = 0;
     let kills = std::thread::scope(|scope| {
         let killer = scope.spawn(|| {
-            let mut kills = 0;
-            while !over.load(Ordering::Acquire) && kills < 100 {
+            let (most, mut kills) = (2 * kills() as u64, 0);
+            while !over.load(Ordering::Acquire) && kills < most {
                 // Once in a while when it has hardly begun; less than 100 times in 10 s.
                 let time = match others.below(4) {
                     0 => others.below(60_000),

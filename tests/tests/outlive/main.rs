@@ -2,7 +2,8 @@
 //!
 //! A scripted VM keeps commands in flight (writes, zeroes, flushes, then reads whose data is compared with what was
 //! written), each of which must succeed and complete once, while workers, or the lender with its workers, get SIGKILL at
-//! random times. The seed is printed; `FARSIDE_SEED` repeats the choice of commands and times.
+//! random times. The seed is printed; `FARSIDE_SEED` repeats the choice of commands and times. `FARSIDE_KILLS` is how often
+//! each process is killed, 50 if it is not set.
 
 mod backend;
 
@@ -260,6 +261,14 @@ fn disturbed<T: Send>(
     (vm, done)
 }
 
+/// How often a process is killed.
+fn kills() -> usize {
+    match std::env::var("FARSIDE_KILLS") {
+        Ok(text) => text.parse().expect("a number in FARSIDE_KILLS"),
+        Err(_) => 50,
+    }
+}
+
 /// Rounds that a VM has done.
 #[derive(Default)]
 struct Progress(AtomicU64);
@@ -328,12 +337,12 @@ fn kill_workers(doorbells: Doorbells, count: usize) {
 
 #[test]
 fn a_worker_that_is_killed_under_load_costs_a_pause() {
-    kill_workers(Doorbells::Registers, 50);
+    kill_workers(Doorbells::Registers, kills());
 }
 
 #[test]
 fn a_worker_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause() {
-    kill_workers(Doorbells::Buffer, 50);
+    kill_workers(Doorbells::Buffer, kills());
 }
 
 #[test]
@@ -418,7 +427,7 @@ fn end_lender(doorbells: Doorbells, signal: Signal, count: usize) {
 
 #[test]
 fn a_lender_that_is_killed_alone_costs_no_pause() {
-    end_lender(Doorbells::Registers, Signal::KILL, 50);
+    end_lender(Doorbells::Registers, Signal::KILL, kills());
 }
 
 #[test]

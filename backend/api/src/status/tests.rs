@@ -12,6 +12,7 @@ fn document() -> Value {
             "vm": "web1",
             "pid": 7,
             "problem": null,
+            "restarts": 2,
             "devices": [{
                 "device": "disk0",
                 "summary": "NVMe, 1 GiB",

@@ -259,6 +259,11 @@ impl State {
         self.put(entry_at(entry.index) + COMPLETION, number + 1);
     }
 
+    /// A command is not completed: another one may get the number that it had.
+    pub fn not_completed(&self, entry: Entry) {
+        self.put(entry_at(entry.index) + COMPLETION, 0);
+    }
+
     /// A command is done: its completion is recorded as posted.
     pub fn release(&mut self, entry: Entry) {
         if self.memory.is_some() {

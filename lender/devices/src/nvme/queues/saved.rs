@@ -210,6 +210,8 @@ impl Queues {
             && last & 0xffff == u32::from(id)
             && queue == u32::from(command.sq);
         if !is_it {
+            // Else it would count as done once another command is completed with this number.
+            self.state.not_completed(command.entry);
             return Ok(false);
         }
         sq.in_flight = sq.in_flight.saturating_sub(1);

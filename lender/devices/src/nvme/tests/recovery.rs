@@ -1,6 +1,9 @@
 //! Controllers that are killed, and go on as another process.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
 use super::crash;
 use super::world::{DATA, Driver, OK, SHADOWS, Sqe, pattern};
@@ -149,6 +152,31 @@ fn a_controller_may_be_killed_again_while_it_recovers() {
         life(&mut driver);
         crash::after(None);
         assert!(driver.kills > 10, "{}", driver.kills);
+    }
+}
+
+/// A flush whose completion was begun takes longer at the second time: another command gets the number that it had.
+#[test]
+fn a_completion_that_was_begun_before_two_kills_is_not_lost() {
+    const INVALID_OPCODE: (u16, u16) = (0, 1);
+    for first in 0..24 {
+        for second in 0..24 {
+            let mut driver = ready();
+            driver.enable();
+            let at = driver.create_pair(1, 8);
+            crash::after(Some(first));
+            let flush = driver.submit(at, Sqe::new(0).nsid(1));
+            let start = Instant::now();
+            while driver.kills == 0 && start.elapsed() < Duration::from_millis(20) {
+                driver.poll();
+            }
+            crash::after(Some(second));
+            let other = driver.submit(at, Sqe::new(0x7f).nsid(1));
+            let found = collect(&mut driver, at, &[flush, other]);
+            crash::after(None);
+            assert_eq!(found[&flush], OK, "{first}, {second}");
+            assert_eq!(found[&other], INVALID_OPCODE, "{first}, {second}");
+        }
     }
 }
 
