@@ -162,6 +162,14 @@ impl Lender {
         self.log.lock().expect("lines").clone()
     }
 
+    /// Waits until it has logged `text`: its log is read by a thread.
+    fn wait_log(&self, text: &str) {
+        let deadline = Instant::now() + DEADLINE;
+        while !self.log().contains(text) {
+            assert!(Instant::now() < deadline, "no {text:?} in: {}", self.log());
+        }
+    }
+
     fn end(&mut self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).expect("a process");
         self.child.wait().expect("a child");
@@ -290,10 +298,7 @@ fn leases_go_on_without_a_lender_and_with_the_next_ones() {
         drop(lender);
     }
     let mut last = host.lend();
-    let deadline = Instant::now() + DEADLINE;
-    while !last.log().contains("its lease goes on") {
-        assert!(Instant::now() < deadline, "{}", last.log());
-    }
+    last.wait_log("its lease goes on");
     tester.return_device().expect("an answer");
     disk.return_device().expect("an answer");
     host.until_free("dma0");
@@ -353,8 +358,7 @@ fn a_worker_that_is_killed_while_there_is_no_lender_ends_its_lease() {
     register(&mut others);
     let lender = host.lend();
     host.until_free("dma0");
-    let log = lender.log();
-    assert!(log.contains("revoked: its worker process"), "{log}");
+    lender.wait_log("revoked: its worker process");
     assert_eq!(host.holder("dma1").as_deref(), Some("web2"));
     host.borrow("dma0", "web3");
 }
@@ -392,7 +396,7 @@ fn sigusr1_leaves_the_leases_to_the_next_lender_and_sigterm_ends_them() {
     let worker = Worker(lender.worker("dma0"));
     kill_process(Pid::from_child(&lender.child), Signal::USR1).expect("a process");
     assert!(lender.child.wait().expect("a child").success());
-    assert!(lender.log().contains("stopping at SIGUSR1"));
+    lender.wait_log("stopping at SIGUSR1");
     client.reset().expect("an answer of the worker");
     let mut lender = host.lend();
     assert_eq!(host.holder("dma0").as_deref(), Some("web1"));
@@ -431,9 +435,8 @@ fn a_lease_ends_in_order_if_the_configuration_has_its_device_no_more() {
     assert_closed(&mut lease);
     assert_closed(&mut disk_lease);
     register(&mut others);
-    let log = lender.log();
-    assert!(log.contains("is not configured any more"), "{log}");
-    assert!(log.contains("is another file now"), "{log}");
+    lender.wait_log("is not configured any more");
+    lender.wait_log("is another file now");
     assert_eq!(host.holder("disk0"), None);
     assert_eq!(host.holder("dma1").as_deref(), Some("web2"));
 }
@@ -467,8 +470,7 @@ fn what_is_no_keeper_holds_no_lender_up() {
     let _impostor = OwnedListener::bind(&host.keeper().join("socket"), SocketKind::SeqPacket, 4)
         .expect("a path");
     let lender = host.lend();
-    let log = lender.log();
-    assert!(log.contains("no lease is adopted"), "{log}");
+    lender.wait_log("no lease is adopted");
     // Its leases end with it.
     let (_client, mut lease) = host.borrow("dma0", "web1");
     let worker = lender.kill("dma0");
@@ -483,11 +485,7 @@ fn a_keeper_where_others_can_put_one_is_not_asked() {
     let socket = host.keeper().join("socket");
     let impostor = OwnedListener::bind(&socket, SocketKind::SeqPacket, 4).expect("a path");
     let lender = host.lend();
-    assert!(
-        lender.log().contains("no lease is adopted"),
-        "{}",
-        lender.log()
-    );
+    lender.wait_log("no lease is adopted");
     assert!(impostor.accept().expect("a listener").is_none());
     host.borrow("dma0", "web1");
 }
@@ -517,11 +515,7 @@ fn the_leases_of_another_version_end_before_devices_are_opened() {
     });
     let lender = host.lend();
     other.join().expect("no panic");
-    let log = lender.log();
-    assert!(
-        log.contains("its version keeps them in format 999"),
-        "{log}"
-    );
+    lender.wait_log("its version keeps them in format 999");
     host.borrow("dma0", "web1");
 }
 
@@ -539,10 +533,16 @@ fn nobody_else_reaches_the_keeper() {
         arguments.is_ok_and(|it| it.contains("lease-keeper"))
     };
     let keeper = lender.children().into_iter().find(is_keeper);
-    let status = fs::read_to_string(format!("/proc/{}/status", keeper.expect("a keeper")));
-    let status = status.expect("a status");
-    for field in ["CapEff:\t0000000000000000", "NoNewPrivs:\t1", "Seccomp:\t2"] {
-        assert!(status.contains(field), "{field}: {status}");
+    let path = format!("/proc/{}/status", keeper.expect("a keeper"));
+    let fields = ["CapEff:\t0000000000000000", "NoNewPrivs:\t1", "Seccomp:\t2"];
+    // It may be about to confine itself.
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let status = fs::read_to_string(&path).expect("a status");
+        if fields.iter().all(|field| status.contains(field)) {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{fields:?}: {status}");
     }
 }
 
