@@ -1,6 +1,9 @@
 //! A VM whose drive is borrowed over the network, with TLS, from one of the two hosts.
 
-use std::{fs, time::Duration};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result, ensure};
 use farside_tests::Daemon;
@@ -124,6 +127,11 @@ pub fn a_guest_loses_a_drive_that_stays_out_of_reach_and_lives_on(
     let guest = stage.guest()?;
     Chain::default().grow(&guest)?;
     lender.kill()?;
+    // Its worker may serve some I/O until it has noticed.
+    let deadline = Instant::now() + crate::SHORT;
+    while !stage.run("a", &["status"])?.stdout.contains("I/O waits") {
+        ensure!(Instant::now() < deadline, "the device still has a lender");
+    }
     guest.exec_ok(WRITE, crate::SHORT)?;
     guest.wait_path("/tmp/dd-ended", crate::SHORT)?;
     let ended = guest.exec_ok("cat /tmp/dd-ended /tmp/dd", crate::SHORT)?;
