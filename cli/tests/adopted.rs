@@ -318,6 +318,7 @@ fn what_needs_a_lender_waits_for_the_next_one() {
     std::thread::scope(|scope| {
         let opened = scope.spawn(|| open_window(&mut client, 1));
         std::thread::sleep(Duration::from_millis(300));
+        assert!(!opened.is_finished(), "nobody can have answered");
         let _lender = host.lend();
         let entries = opened.join().expect("no panic");
         assert_eq!(host.lut_entries(), 2 * entries);
