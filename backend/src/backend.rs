@@ -216,21 +216,27 @@ impl Backend {
         for left in left {
             match lookup.go_on(left) {
                 Ok((id, server)) => served.add(&id, server, !config.devices.contains(&id)),
-                Err(error) => log::error!("{}", Chain(&error)),
+                Err(error) => log::error!(
+                    "a device of VM {} is lost until QEMU is started again: {}",
+                    config.vm,
+                    Chain(&error)
+                ),
             }
         }
-        let others = || {
-            let is_served = |id: &DeviceId| served.state(id) != ServedState::NotServed;
-            config.devices.iter().filter(move |id| !is_served(id))
-        };
-        let others: Vec<_> = others().collect();
         let mut found = Vec::new();
-        for id in others {
+        for id in &config.devices {
+            if served.state(id) != ServedState::NotServed {
+                continue;
+            }
             match lookup.find(id) {
                 Ok(device) => found.push((id, device)),
                 // The VM would lose the devices that it has.
                 Err(error) if goes_on => {
-                    log::error!("device {id} is not served: {}", Chain(&error))
+                    log::error!(
+                        "device {id} is not served until `farside attach {} {id}`: {}",
+                        config.vm,
+                        Chain(&error)
+                    );
                 }
                 Err(error) => return Err(error),
             }

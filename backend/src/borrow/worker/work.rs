@@ -354,7 +354,8 @@ impl Borrower {
         next
     }
 
-    fn borrow_device(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
+    /// Connects to the lender, whose device must be the one that the client sees.
+    fn connect(&self, deadline: Instant) -> Result<Client, WorkError> {
         let Settings {
             vm,
             device,
@@ -362,10 +363,16 @@ impl Borrower {
             dialer,
             ..
         } = &self.settings;
-        let mut client = Client::connect_through(dialer, lender, Some(vm), Some(self.calls_by))?;
-        if client.describe(device)? != self.described {
-            return Err(WorkError::Changed(device.clone()));
+        let mut client = Client::connect_through(dialer, lender, Some(vm), Some(deadline))?;
+        match client.describe(device)? == self.described {
+            true => Ok(client),
+            false => Err(WorkError::Changed(device.clone())),
         }
+    }
+
+    fn borrow_device(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
+        let device = &self.settings.device;
+        let mut client = self.connect(self.calls_by)?;
         if self.described.bars == BarOwner::Lender {
             // The guest has not booted yet, so the client can still fail early.
             let ram = check::guest_ram(&setup.memory)?;

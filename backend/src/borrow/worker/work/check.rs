@@ -19,17 +19,8 @@ const SUCCESSION_STEP: Duration = Duration::from_millis(10);
 
 impl Borrower {
     pub(super) fn check(&mut self) -> Result<(), WorkError> {
-        let Settings {
-            vm,
-            device,
-            lender,
-            dialer,
-            ..
-        } = &self.settings;
-        let mut client = Client::connect_through(dialer, lender, Some(vm), Some(self.calls_by))?;
-        if client.describe(device)? != self.described {
-            return Err(WorkError::Changed(device.clone()));
-        }
+        let Settings { vm, device, .. } = &self.settings;
+        let mut client = self.connect(self.calls_by)?;
         let held = self.settings.fence()?;
         let entry = self.when_left(&mut client)?;
         if let Some(fence) = entry.fence(vm) {

@@ -359,17 +359,13 @@ impl Borrower {
         };
         let settings = &self.settings;
         let device = &settings.device;
-        let deadline = Some(Instant::now() + LEASE_TIMEOUT);
+        let deadline = Instant::now() + LEASE_TIMEOUT;
         if let Some(mut client) = asked {
-            client.set_deadline(deadline);
+            client.set_deadline(Some(deadline));
             let granted = client.late_lease();
             return Ok((client, granted));
         }
-        let (dialer, vm) = (&settings.dialer, Some(&settings.vm));
-        let mut client = Client::connect_through(dialer, &settings.lender, vm, deadline)?;
-        if client.describe(device)? != self.described {
-            return Err(WorkError::Changed(device.clone()));
-        }
+        let mut client = self.connect(deadline)?;
         client.set_fence(settings.fence()?);
         let keeping = Keeping {
             keep: settings.lost_after,
