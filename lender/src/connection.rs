@@ -320,12 +320,12 @@ fn lend(
     let granted = match going {
         Some(Going {
             resumes: Some(_), ..
-        }) if !registry.has_medium(&device) => Err(chains::ended(
+        }) if !registry.can_go_on(&device, transport) => Err(chains::ended(
             &device,
             &vm,
             "it has no medium that can be identified",
         )),
-        Some(going) if registry.has_medium(&device) || !keeps_state => {
+        Some(going) if registry.can_go_on(&device, transport) || !keeps_state => {
             let granted = registry.grant_medium(&device, &vm, fence, going);
             granted.map(|(grant, chain)| (grant, Some(chain)))
         }

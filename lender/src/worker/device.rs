@@ -11,7 +11,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, cgroup};
-use farside_devices::{Device, dma_test, nvme};
+use farside_devices::{Device, dma_test, nvme, remote};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
     BarOwner, Channel, ChannelError, Described, DeviceEntry, Generation, MediumLease, RamRange,
@@ -29,7 +29,6 @@ use super::{
 use crate::{
     config,
     model::{check_model, not_flushed},
-    refusals::no_medium,
     registry::{GrantedChain, Lease},
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
@@ -191,7 +190,10 @@ impl WorkerDevice {
     /// The medium, if it can be lent over the network.
     pub(crate) fn medium(&self) -> Option<io::Result<nvme::ImageId>> {
         match &self.device {
-            Kind::Model(model) => model.image.as_ref().map(nvme::Image::id),
+            Kind::Model(model) => Some(match &model.image {
+                Some(image) => image.id(),
+                None => Ok(nvme::ImageId::None),
+            }),
             Kind::Function(_) => None,
         }
     }
@@ -304,40 +306,40 @@ impl WorkerDevice {
         let Kind::Model(kind) = &self.device else {
             return Err(StartError::NoMedium);
         };
-        let (config::Model::Nvme(config), Some(image)) = (&kind.model, &kind.image) else {
-            return Err(StartError::NoMedium);
+        let model = match &kind.model {
+            config::Model::Nvme(config) => remote::Model::Nvme(nvme::Config {
+                // The path is this host's.
+                image: self.id.as_str().into(),
+                ..config.clone()
+            }),
+            config::Model::DmaTest(_) => remote::Model::DmaTest(remote::NoMedium::DmaTest),
         };
-        // The path is this host's.
-        let config = nvme::Config {
-            image: self.id.as_str().into(),
-            ..config.clone()
-        };
+        let image = kind.image.as_ref();
         let reply = Reply::Medium(Box::new(MediumLease {
             generation: lease.generation,
             chain,
-            model: serde_json::to_string(&config).map_err(StartError::Config)?,
-            size: image.size,
-            punches_holes: image.punches_holes,
+            model: serde_json::to_string(&model).map_err(StartError::Config)?,
+            size: image.map_or(0, |image| image.size),
+            punches_holes: image.is_some_and(|image| image.punches_holes),
         }));
         let sent = lease.connection.send(&reply, &[], START_TIMEOUT);
         sent.map_err(StartError::Reply)
     }
 
     fn served_medium(&self, secrets: Option<Secrets>) -> Result<Served, StartError> {
-        match &self.device {
-            Kind::Model(kind) => match (&kind.model, &kind.image) {
-                (config::Model::Nvme(config), Some(image)) => {
-                    Ok(Served::Medium(Box::new(ServedMedium {
-                        engine: config.engine,
-                        size: image.size,
-                        read_only: config.read_only,
-                        secrets,
-                    })))
-                }
-                _ => Err(StartError::NoMedium),
-            },
-            Kind::Function(_) => Err(StartError::NoMedium),
-        }
+        let Kind::Model(kind) = &self.device else {
+            return Err(StartError::NoMedium);
+        };
+        let (engine, read_only) = match &kind.model {
+            config::Model::Nvme(config) => (config.engine, config.read_only),
+            config::Model::DmaTest(_) => (nvme::EngineChoice::Threads, true),
+        };
+        Ok(Served::Medium(Box::new(ServedMedium {
+            engine,
+            size: kind.image.as_ref().map_or(0, |image| image.size),
+            read_only,
+            secrets,
+        })))
     }
 
     fn served(&self) -> Result<Served, StartError> {
@@ -475,10 +477,9 @@ impl Available for WorkerDevice {
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
         match &self.device {
-            Kind::Model(model) => match (transport, &model.image) {
+            Kind::Model(model) => match transport {
                 // No adapter is on the way.
-                (Transport::Network, Some(_)) => Ok(()),
-                (Transport::Network, None) => Err(no_medium()),
+                Transport::Network => Ok(()),
                 _ => check_model(&model.adapter, transport, ram),
             },
             Kind::Function(function) => function.check(vm, transport, ram),

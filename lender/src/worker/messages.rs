@@ -62,7 +62,7 @@ pub(crate) enum Served {
     Model { model: Model, limits: NtbLimits },
     /// A function of this host, which the worker opens.
     Function(FunctionConfig),
-    /// The medium of a model, over the network. The image comes as a descriptor.
+    /// The medium of a model, over the network. The image comes as a descriptor, unless it has 0 bytes.
     Medium(Box<ServedMedium>),
 }
 
@@ -70,7 +70,7 @@ pub(crate) enum Served {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct ServedMedium {
     pub(crate) engine: EngineChoice,
-    /// Bytes of the image.
+    /// Bytes of the image; 0 for a model without a medium.
     pub(crate) size: u64,
     pub(crate) read_only: bool,
     /// The connection's TLS session.

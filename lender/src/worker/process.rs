@@ -113,8 +113,12 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         give_up_rights(CapabilitySet::empty())?;
         let link = Link::new(connection, served.secrets.as_ref());
         let link = link.map_err(|error| WorkerError::Device(error.into()))?;
+        let image = match served.size {
+            0 => no_image()?,
+            _ => next()?,
+        };
         let medium = LentMedium::new(
-            next()?.into(),
+            image.into(),
             served.engine,
             (served.size, served.read_only),
             (id.as_str(), link),
@@ -223,6 +227,12 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         );
     }
     Ok(())
+}
+
+/// An empty file, in place of the medium of a model that has none.
+fn no_image() -> io::Result<OwnedFd> {
+    let flags = rustix::fs::MemfdFlags::CLOEXEC;
+    Ok(rustix::fs::memfd_create("no-medium", flags)?)
 }
 
 /// Takes a user of its own, and gives up privileges but `keep`, files and the network.

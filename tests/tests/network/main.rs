@@ -9,6 +9,7 @@ mod cuts;
 mod etcd;
 mod mdns;
 mod stage;
+mod tester;
 
 use std::cell::RefCell;
 
@@ -44,7 +45,11 @@ fn main() {
         cuts::a_vm_does_not_go_on_with_another_image_of_the_same_size,
         cuts::a_revoked_vm_does_not_go_on_when_the_network_is_back,
         cuts::a_vm_does_not_go_on_after_another_has_written,
+        cuts::a_vm_does_not_go_on_after_its_lenders_host_has_restarted,
         mdns::lenders_on_a_lan_are_found_where_that_is_turned_on,
+        tester::a_device_without_a_medium_crosses,
+        tester::a_device_without_a_medium_waits_for_its_lender,
+        tester::a_device_without_a_medium_is_revoked,
     ]
     .map(|(name, test)| {
         trial(name, Weight::Guests, move || {

@@ -321,7 +321,7 @@ fn has_a_network_where_it_is_configured(machine: &Machine) -> Result<()> {
     guest::runs(machine)?;
     let said = machine.sh(&format!("journalctl --no-pager -u {LENDER} | tail -n 20"))?;
     ensure!(
-        said.contains("its medium is lent over the network") && said.contains("returned"),
+        said.contains("lent over the network") && said.contains("returned"),
         "{said}"
     );
     machine.sh(&format!(

@@ -55,6 +55,7 @@ mod status;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use block::BlockQueue;
 pub use block::{
     Ended, EngineChoice, Image, ImageError, ImageId, LentMedium, MediumKeeper, Notice,
     RemoteMedium, Supply, Turn, remote_medium,

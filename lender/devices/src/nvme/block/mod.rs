@@ -170,6 +170,11 @@ trait Engine: Send {
     /// The owner waits for everything in flight: an engine whose medium may be out of reach finishes
     /// what it cannot complete soon, with ECANCELED; at once if it is `now`.
     fn hurry(&mut self, _now: bool) {}
+
+    /// Whether the medium can be reached: of another host it may not, and then operations wait.
+    fn is_connected(&self) -> bool {
+        true
+    }
 }
 
 /// I/O on an image, by tag.
@@ -230,6 +235,11 @@ impl BlockQueue {
     /// See [`Engine::condition`].
     pub fn condition(&self) -> Condition {
         self.engine.condition()
+    }
+
+    /// See [`Engine::is_connected`].
+    pub fn is_connected(&self) -> bool {
+        self.engine.is_connected()
     }
 
     /// See [`Engine::hurry`].
