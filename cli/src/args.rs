@@ -201,7 +201,7 @@ pub(crate) struct Lenders {
 }
 
 impl Lenders {
-    /// Those named, or those that this host's file lists.
+    /// Those named, or those that this host's file lists: where one is meant.
     pub(crate) fn addresses(&self) -> Result<Vec<Address>, LoadError> {
         match self.lenders.as_slice() {
             [] => Ok(HostConfig::read()?.lenders()),

@@ -12,6 +12,7 @@ mod doctor;
 mod hook;
 mod hotplug;
 mod lend;
+mod lenders;
 mod libvirt;
 mod logging;
 mod migrate;
