@@ -8,12 +8,15 @@ use farside_vm_config::LoadError;
 
 use crate::args::Lenders;
 
+/// A lender, and its answer.
+pub(crate) type Answered<T> = (Address, Result<T, CallError>);
+
 /// The answer of each lender. One that is known by several addresses answers once; of those that may have
 /// ended only the answers are returned.
 pub(crate) fn ask_all<T: Send>(
     lenders: &Lenders,
     ask: impl Fn(&Address, &mut Client) -> Result<T, CallError> + Sync,
-) -> Result<Vec<(Address, Result<T, CallError>)>, LoadError> {
+) -> Result<Vec<Answered<T>>, LoadError> {
     let (now, before) = lenders.known()?;
     let answers = ask_each(&now, &ask).into_iter();
     let former = ask_each(&before, &ask).into_iter().filter(|(_, answer)| {
@@ -35,14 +38,11 @@ pub(crate) fn ask_all<T: Send>(
     Ok(answers.collect())
 }
 
-/// A lender's run, and its answer.
-type Answer<T> = Result<(Instance, T), CallError>;
-
 /// Asks some at a time, as one that does not answer takes its time.
 fn ask_each<T: Send>(
     lenders: &[Address],
     ask: &(impl Fn(&Address, &mut Client) -> Result<T, CallError> + Sync),
-) -> Vec<(Address, Answer<T>)> {
+) -> Vec<Answered<(Instance, T)>> {
     let ask = |lender: &Address| {
         let mut client = Client::connect(lender, None)?;
         let answer = ask(lender, &mut client)?;
