@@ -132,13 +132,12 @@ pub fn a_device_without_a_medium_crosses(stage: &mut Stage) -> Result<()> {
     // The lender has its lease, and no other VM gets it.
     let listed = stage.far.farside(&["devices"])?;
     ensure!(listed.contains("VM web1"), "{listed}");
-    let address = stage.address();
-    let args = [
-        "serve", "--vm", "web2", "--lender", &address, "--device", DEVICE,
-    ];
-    let mut other = stage.near.start("another backend", &args)?;
-    other.wait_log("served at", SHORT)?;
-    other.kill()?;
+    let other = stage.other_vm("web2", DEVICE)?;
+    stage.wait("refused to web2", |stage| {
+        let refused = stage.story().contains("dma0 is borrowed by VM web1");
+        Ok(refused.then_some(()))
+    })?;
+    drop(other);
     stage.end_vmm();
     is_free(stage)
 }
