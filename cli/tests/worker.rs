@@ -316,6 +316,14 @@ fn a_worker_has_no_privileges_and_its_own_user() {
     assert!(worker.arguments.contains(&"web1".to_owned()));
     let is_root = rustix::process::geteuid().is_root();
     let uid = (2_000_000_000 + worker.pid.as_raw_nonzero().get()).to_string();
+    let limits = fs::read_to_string(format!("/proc/{}/limits", worker.pid.as_raw_nonzero()));
+    let limits = limits.expect("a process");
+    let files = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max open files"));
+    let files = files.expect("the kernel's limits").split_whitespace();
+    let most = |limit: &str| limit.parse::<u64>().is_ok_and(|limit| limit <= 32 << 10);
+    assert!(files.take(2).all(most), "{limits}");
     let threads = worker.threads();
     assert!(threads.len() >= 3, "{threads:?}");
     for thread in threads {
