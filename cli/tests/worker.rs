@@ -404,6 +404,22 @@ fn the_end_of_a_worker_costs_its_own_lease_only() {
     until(|| lender.holder("dma1").is_none());
 }
 
+/// The device's thread makes them, which has its guest's accesses to serve.
+#[test]
+fn a_flood_of_requests_for_a_status_costs_a_worker_a_report_in_10_ms() {
+    let lender = Lender::start();
+    let (mut client, _registers) = borrow(&lender, "dma0", "web1");
+    client.reset().expect("an answer");
+    let (mut other, device) = (lender.client(Some("web2")), "dma0".parse().expect("an id"));
+    let begin = Instant::now();
+    for _ in 0..=50 {
+        other.status(&device).expect("a status");
+    }
+    let took = begin.elapsed();
+    assert!(took >= Duration::from_millis(500), "{took:?}");
+    client.reset().expect("the lease is as it was");
+}
+
 #[test]
 fn workers_of_one_vm_share_lut_entries_until_the_last_is_gone() {
     let lender = Lender::start();
