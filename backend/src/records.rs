@@ -209,6 +209,12 @@ impl Past {
         self.kept.deliver_signals()
     }
 
+    /// Whether a VM has devices of the process before.
+    pub fn goes_on(&self) -> bool {
+        let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        !devices.is_empty()
+    }
+
     pub(crate) fn kept(&self) -> &Kept {
         &self.kept
     }

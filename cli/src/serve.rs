@@ -1,6 +1,11 @@
 //! `farside serve`.
 
-use std::{os::fd::AsFd, process::Command, time::Duration};
+use std::{
+    os::fd::AsFd,
+    process::Command,
+    sync::{Arc, Condvar, Mutex, PoisonError},
+    time::Duration,
+};
 
 use anyhow::Context;
 use farside_backend::{Backend, Config, Helper, Interrupts, Past, ReleaseHook, serve_backend};
@@ -18,6 +23,9 @@ use crate::{
 
 /// Default of `--lost-after`, seconds.
 const LOST_AFTER: u64 = 300;
+
+/// Time in which a start ends at a signal: the process has 5 s.
+const STOP_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// QEMU's default `x-msg-timeout`.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -102,6 +110,9 @@ fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
     let mut program = Command::new("/proc/self/exe");
     program.args(["serve-helper", vm.as_str()]);
     let helper = Helper::start(program).context("cannot start the backend's helper process")?;
+    let starting = Starting::default();
+    // A VM that has its devices already keeps them until the second signal.
+    let stops = (!past.goes_on()).then(|| (starting.clone(), helper.clone()));
     let asked = helper.clone();
     let release = ReleaseHook::new(move |device, limit| asked.release(device, limit));
     let config = Config {
@@ -125,13 +136,64 @@ fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
         past,
         helper: Some(helper),
     };
-    let backend = Backend::start_activated(&config, activated)?;
-    // A thread that was started before would have kept the rights that the backend has given up.
-    signals
-        .raise(&stop, |signal| log::info!("{signal} received"))
-        .context("cannot wait for signals")?;
-    backend.run(stop)?;
+    let catch = || {
+        signals.raise(&stop, move |signal| {
+            log::info!("{signal} received");
+            if let Some((starting, helper)) = &stops {
+                starting.stop(helper);
+            }
+        })
+    };
+    let backend = Backend::start_activated(&config, activated, catch);
+    if starting.is_stopped() {
+        log::info!("backend of VM {} stopped before it served", config.vm);
+        return Ok(());
+    }
+    backend?.run(stop)?;
     Ok(())
+}
+
+/// The start of a backend, which waits for its helper process and for lenders until a signal comes.
+#[derive(Clone, Default)]
+struct Starting(Arc<(Mutex<Phase>, Condvar)>);
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Phase {
+    #[default]
+    Starts,
+    Stops,
+    Over,
+}
+
+impl Starting {
+    /// Ends the start, if that goes on, or the process if the start does not end in time.
+    fn stop(&self, helper: &Helper) {
+        let (phase, over) = &*self.0;
+        let mut now = phase.lock().unwrap_or_else(PoisonError::into_inner);
+        if *now != Phase::Starts {
+            return;
+        }
+        *now = Phase::Stops;
+        helper.stop_waiting();
+        let goes_on = |now: &mut Phase| *now != Phase::Over;
+        let waited = over.wait_timeout_while(now, STOP_TIMEOUT, goes_on);
+        let (now, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if *now != Phase::Over {
+            log::warn!(
+                "the start waits for a lender or the NTB link, and has not ended within {STOP_TIMEOUT:?}: exiting"
+            );
+            std::process::exit(0);
+        }
+    }
+
+    /// The start is over: whether a signal has ended it.
+    fn is_stopped(&self) -> bool {
+        let (phase, over) = &*self.0;
+        let mut now = phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *now, Phase::Over);
+        over.notify_all();
+        before == Phase::Stops
+    }
 }
 
 /// `farside serve-helper`: serves the backend at standard input.

@@ -13,6 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_lender_protocol::{Envelope, Instance, Listener, Reply};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::{
@@ -39,6 +40,12 @@ struct Process {
 
 impl Process {
     fn start(dir: &tempfile::TempDir, args: &[&str], ready: &str) -> Self {
+        let mut process = Self::spawn(dir, args);
+        process.logs(ready);
+        process
+    }
+
+    fn spawn(dir: &tempfile::TempDir, args: &[&str]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_farside"));
         let notify = dir.path().join(NOTIFY);
         if notify.exists() {
@@ -52,9 +59,7 @@ impl Process {
             .spawn()
             .expect("the program starts");
         let log = BufReader::new(child.stderr.take().expect("a pipe"));
-        let mut process = Self { child, log };
-        process.logs(ready);
-        process
+        Self { child, log }
     }
 
     /// Waits for a line of its log.
@@ -272,6 +277,71 @@ fn a_backend_ends_in_time_although_its_helper_is_stopped() {
     assert!(took < Duration::from_secs(5), "{took:?}: {log}");
     assert!(log.contains("vm/web1 is left"), "{log}");
     wait(helper);
+}
+
+/// What a backend that starts waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Silent {
+    /// Its helper, which waits for a lender to answer Hello.
+    Lender,
+    /// Its helper, which is stopped.
+    Helper,
+    /// A lender that has answered Hello.
+    LenderAfterHello,
+}
+
+#[test]
+fn a_backend_that_starts_ends_in_time_whatever_it_waits_for() {
+    for silent in [Silent::Lender, Silent::Helper, Silent::LenderAfterHello] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let address = dir.path().join("silent.sock");
+        let lender = Listener::bind(&address).expect("a socket");
+        let args = ["serve", "--vm", "web1", "--device", "dma0", "--lender"];
+        let args = [&args[..], &[address.to_str().expect("UTF-8")]].concat();
+        let mut backend = Process::spawn(&dir, &args);
+        let begin = Instant::now();
+        let mut peer = loop {
+            if let Some(peer) = lender.accept().expect("a socket") {
+                break peer;
+            }
+            assert!(begin.elapsed() < DEADLINE, "the helper does not connect");
+            std::thread::yield_now();
+        };
+        let helper = backend.helper();
+        if silent == Silent::Helper {
+            kill_process(helper, Signal::STOP).expect("a process");
+        }
+        if silent == Silent::LenderAfterHello {
+            peer.receive::<Envelope>(DEADLINE).expect("Hello");
+            let welcome = Reply::Welcome {
+                lender: "silent".into(),
+                instance: Instance::random().expect("random bytes"),
+            };
+            peer.send(&welcome, &[], DEADLINE).expect("a peer");
+            peer.receive::<Envelope>(DEADLINE)
+                .expect("the backend's request");
+        }
+        let begin = Instant::now();
+        kill_process(backend.pid(), Signal::TERM).expect("a process");
+        wait(backend.pid());
+        let took = begin.elapsed();
+        if silent == Silent::Helper {
+            // It has the log open, too.
+            kill_process(helper, Signal::CONT).expect("a process");
+        }
+        backend.logs("SIGTERM received");
+        let log = backend.end();
+        let (limit, words) = match silent {
+            Silent::Lender | Silent::Helper => (3, "stopped before it served"),
+            Silent::LenderAfterHello => (5, "has not ended within 3s: exiting"),
+        };
+        assert!(
+            took < Duration::from_secs(limit),
+            "{silent:?}: {took:?}: {log}"
+        );
+        assert!(log.contains(words), "{silent:?}: {log}");
+        wait(helper);
+    }
 }
 
 #[test]

@@ -27,6 +27,10 @@ pub(crate) enum Verb {
     Fuzz(Fuzz),
     /// Run the tests of crates without I/O in Miri
     Miri,
+    /// Run what threads share in every order of their accesses (loom)
+    Interleavings,
+    /// Check licences, sources and advisories of the dependencies (cargo-deny, which fetches advisories)
+    Deny,
     /// Lend physical devices in VMs that play hosts: real VFIO, real IOMMUs
     Cluster(Cluster),
     /// Compare the borrowed NVMe device with QEMU's own, in one guest
@@ -88,7 +92,7 @@ pub(crate) struct Test {
     pub(crate) cargo_args: Vec<String>,
 }
 
-/// Runs migrations, kills, hot plug, property tests, simulations, the fuzz targets, Miri and twenty
+/// Runs migrations, kills, hot plug, property tests, simulations, the fuzz targets, Miri, loom, cargo-deny and twenty
 /// guests at once in turn, each
 /// round with a new seed where chance decides, until the time is over or one fails. Prints
 /// the command that repeats a round.

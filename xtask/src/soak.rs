@@ -15,7 +15,7 @@ use farside_testbed::die_with_us;
 use crate::args::Soak;
 
 /// Chores to run in turn. A test binary accepts one filter.
-const ROUNDS: [Round; 10] = [
+const ROUNDS: [Round; 12] = [
     Round {
         arguments: "test --no-fail-fast --test migration",
         variables: &[("FARSIDE_MIGRATIONS", "50"), ("FARSIDE_KILLS", "20")],
@@ -68,6 +68,16 @@ const ROUNDS: [Round; 10] = [
         arguments: "test --no-fail-fast --test outlive -- --nocapture",
         variables: &[("FARSIDE_KILLS", "1000")],
         seed: Some("FARSIDE_SEED"),
+    },
+    Round {
+        arguments: "interleavings",
+        variables: &[],
+        seed: None,
+    },
+    Round {
+        arguments: "deny",
+        variables: &[],
+        seed: None,
     },
 ];
 

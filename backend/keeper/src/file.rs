@@ -7,7 +7,10 @@ use std::{
     sync::{Arc, atomic::AtomicUsize},
 };
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fstat, ftruncate, memfd_create};
+use rustix::{
+    fs::{MemfdFlags, SealFlags, SeekFrom, fcntl_add_seals, fstat, ftruncate, memfd_create, seek},
+    io::{Errno, pread, pwrite},
+};
 
 use crate::{Journal, Snapshots, Words, journal, snapshots, system::Area};
 
@@ -17,6 +20,9 @@ pub const VERSION: u32 = 1;
 const MAGIC: u64 = u64::from_le_bytes(*b"farside\0") ^ VERSION as u64;
 
 const PAGE: usize = 4096;
+
+/// Bytes that are copied at a time.
+const CHUNK: usize = 64 << 10;
 
 /// Words of the [lease](DeviceFile::lease).
 pub const LEASE_WORDS: usize = PAGE / 8;
@@ -58,7 +64,8 @@ impl DeviceFile {
         Ok(Self::with(file))
     }
 
-    /// That of the process before.
+    /// A copy of that of the process before. That one may have been taken over by its guest, and have given its file to
+    /// QEMU, so what is in it is read once.
     ///
     /// # Errors
     ///
@@ -73,11 +80,32 @@ impl DeviceFile {
         if fstat(&file)?.st_size != SNAPSHOTS.end as i64 {
             return Err(invalid());
         }
-        let header = Area::map(&file, HEADER)?;
-        if header.word(0).load(std::sync::atomic::Ordering::Acquire) != MAGIC {
+        let mut magic = [0; 8];
+        if pread(&file, &mut magic, 0)? != 8 || u64::from_ne_bytes(magic) != MAGIC {
             return Err(invalid());
         }
-        Ok(Self::with(file))
+        let own = Self::new()?;
+        let mut chunk = vec![0; CHUNK];
+        let mut at = HEADER.end as u64;
+        while at < SNAPSHOTS.end as u64 {
+            // Few of the pages have been written.
+            at = match seek(&file, SeekFrom::Data(at)) {
+                Ok(data) => at.max(data),
+                Err(Errno::NXIO) => break,
+                Err(errno) => return Err(errno.into()),
+            };
+            let len = pread(&file, &mut chunk, at)?;
+            if len == 0 {
+                break;
+            }
+            let mut left = &chunk[..len];
+            while !left.is_empty() {
+                let written = pwrite(&own.file, left, at)?;
+                left = &left[written..];
+                at += written as u64;
+            }
+        }
+        Ok(own)
     }
 
     /// A file of `len` zero bytes for what keeper and backend share.

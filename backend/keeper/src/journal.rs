@@ -146,7 +146,8 @@ pub struct Journal {
 
 impl Journal {
     pub(crate) fn new(area: Area, staged: Arc<AtomicUsize>, turn: Arc<AtomicUsize>) -> Self {
-        let state = State::of(area.word(STATE).load(Ordering::Acquire));
+        let mut state = State::of(area.word(STATE).load(Ordering::Acquire));
+        state.front = state.front.min(INPUT);
         let mut journal = Self {
             area,
             state,
@@ -158,7 +159,7 @@ impl Journal {
         journal.turn.store(state.turn.into(), Ordering::Relaxed);
         let received = journal.area.done(input_slot(state.input)).bytes;
         let base = journal.load(input_word(state.input, 0));
-        journal.filled = (base + received).min(INPUT).max(state.front);
+        journal.filled = base.saturating_add(received).min(INPUT).max(state.front);
         let len = journal.load(output_word(state.output, 0)).min(OUTPUT);
         let sent = journal.area.done(output_slot(state.output)).bytes;
         journal.queued = sent.min(len)..len;
@@ -365,9 +366,9 @@ impl Journal {
     /// The descriptor that is to be sent, and with which byte of the output.
     fn waiting_fd(&self) -> Option<(RawFd, usize)> {
         let half = self.state.output;
-        let fd = self.load(output_word(half, 1)).checked_sub(1)? as RawFd;
+        let fd = RawFd::try_from(self.load(output_word(half, 1)).checked_sub(1)?).ok()?;
         let at = self.load(output_word(half, 2));
-        (at >= self.queued.start).then_some((fd, at))
+        self.queued.contains(&at).then_some((fd, at))
     }
 
     /// Bytes that are to be sent.

@@ -98,7 +98,10 @@ impl Kept {
                 .map_err(io::Error::from)
                 .and_then(DeviceFile::take_over)
             {
-                Ok(file) => files.push((index, file)),
+                Ok(file) => {
+                    root.set(index, file.as_fd().as_raw_fd() as u64 + 1);
+                    files.push((index, file));
+                }
                 Err(error) => {
                     log::error!("cannot take over a device of the process before: {error}");
                     root.set(index, 0);

@@ -242,7 +242,8 @@ fn fds_in(mut control: &[u8], fds: &mut Vec<RawFd>) {
         let Some(len) = (header.cmsg_len as usize).checked_sub(HEADER) else {
             return;
         };
-        let data = &rest[..len.min(rest.len())];
+        let len = len.min(rest.len());
+        let data = &rest[..len];
         if (header.cmsg_level, header.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
             let (numbers, _) = data.as_chunks();
             fds.extend(numbers.iter().copied().map(RawFd::from_ne_bytes));

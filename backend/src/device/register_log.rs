@@ -51,6 +51,11 @@ impl RegisterLog {
             waiting: 0,
             done: 0,
         };
+        // No count comes near the largest number. A process that was taken over may have left anything.
+        if log.first() > log.end() || log.len() > MOST || log.end() > u64::MAX / 2 {
+            log.words.set(FIRST, 0);
+            log.words.set(END, 0);
+        }
         log.waiting = log.end();
         log
     }
@@ -311,6 +316,25 @@ mod tests {
             received(&mut theirs);
             page.store_u64(0, n, std::sync::atomic::Ordering::Release);
             assert!(log.len() <= MANY);
+        }
+    }
+
+    #[test]
+    fn a_log_of_garbage_is_empty() {
+        for (first, end) in [
+            (0, MOST + 1),
+            (2, 1),
+            (u64::MAX - 1, u64::MAX),
+            (0, 1 << 63),
+        ] {
+            let file = farside_keeper::DeviceFile::new().unwrap();
+            let words = file.log().unwrap();
+            words.set(FIRST, first);
+            words.set(END, end);
+            let mut log = RegisterLog::new(words);
+            log.cut(None, 0);
+            assert!(!log.is_waiting(), "{first}, {end}");
+            assert!(log.wait(write(1)));
         }
     }
 

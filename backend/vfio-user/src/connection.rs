@@ -165,7 +165,10 @@ impl Connection {
             // Of a body that is discarded.
             connection.fds.clear();
         }
-        connection.queued_fd = connection.journal.waiting().and_then(|fd| kept.claim(fd));
+        if let Some(fd) = connection.journal.waiting() {
+            // Unclaimed, the number would be of a descriptor of this process.
+            connection.queued_fd = Some(kept.claim(fd)?);
+        }
         Some(connection)
     }
 

@@ -10,7 +10,7 @@ use std::{
 use farside_daemon::{
     DeviceId, Wakeup,
     confine::{ConfineError, locking},
-    raise_open_files,
+    limit_open_files,
 };
 use farside_devices::{
     Device, dma_test,
@@ -48,6 +48,10 @@ use crate::{
 /// Most calls without a reply, beyond which lines and problems are dropped: a worker may be without a broker
 /// for long.
 const MAX_UNANSWERED: u64 = 32;
+
+/// Most open files of a worker: eventfds of 2049 vectors and their successors, which are set before the former ones are
+/// closed, and a file for each mapping of the memory of a borrower ([`Budget`]).
+const MAX_OPEN_FILES: u64 = 32 << 10;
 
 /// Timeout for calls that may be served later.
 const SHORT: Duration = Duration::from_millis(200);
@@ -87,7 +91,7 @@ pub enum WorkerError {
 /// # Errors
 /// A [`WorkerError`]; the broker ends the lease then.
 pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
-    raise_open_files();
+    limit_open_files(MAX_OPEN_FILES);
     let mut orders = Channel::from_socket(broker);
     let (order, fds) = orders
         .receive::<Numbered<Order>>(START_TIMEOUT)
