@@ -534,3 +534,6 @@ impl Drop for Recorded {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

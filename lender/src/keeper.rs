@@ -40,7 +40,7 @@ use crate::worker::Program;
 
 /// Of the messages between brokers, workers and keepers, and of [`crate::worker::KeptLease`]: raise it with
 /// each change of one of them. A broker of another version ends the workers in order.
-const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 1;
 
 /// Timeout for each message between a broker and its keeper.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -371,3 +371,6 @@ fn is_own(channel: &Channel) -> bool {
     let peer = peer_credentials(&channel.as_fd());
     peer.is_ok_and(|peer| peer.uid == rustix::process::geteuid().as_raw())
 }
+
+#[cfg(test)]
+mod tests;

@@ -134,3 +134,6 @@ impl AsFd for DeviceFile {
         self.file.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -387,3 +387,6 @@ impl Adopted {
         )
     }
 }
+
+#[cfg(test)]
+mod tests;
