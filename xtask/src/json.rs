@@ -220,6 +220,7 @@ fn status_is_documented() {
         last_error: Some("the lender is gone".to_owned()),
         connection: Some(connection(Some("the network is unreachable"))),
         controller: Some(lent.clone()),
+        state_version: Some(2),
         ..DeviceReport::new(&"disk0".parse().unwrap(), "NVMe, 1 GiB", lender.clone())
     };
     let idle = DeviceReport::new(&"disk1".parse().unwrap(), "NVMe, 1 GiB", lender.clone());
@@ -233,11 +234,17 @@ fn status_is_documented() {
         pid: 7,
         problem: Some("its helper process has ended".to_owned()),
         restarts: Some(1),
+        farside: Some("1.0.0".to_owned()),
+        records_version: Some(2),
+        protocol_version: Some(14),
         devices: vec![borrowed, idle, connected],
     };
     let without_problem = BackendReport {
         problem: None,
         restarts: None,
+        farside: None,
+        records_version: None,
+        protocol_version: None,
         ..backend.clone()
     };
     let lender = LenderReport {

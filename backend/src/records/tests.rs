@@ -2,8 +2,11 @@
 
 use std::path::PathBuf;
 
-use farside_hand_over::samples::{self, Example};
-use farside_keeper::VERSION;
+use farside_hand_over::{
+    decode,
+    samples::{self, Example},
+};
+use farside_keeper::RECORDS;
 use farside_lender_protocol::BarOwner;
 use farside_pci::{Bar, BarKind, Description, SparseMmapArea};
 
@@ -15,11 +18,13 @@ fn sample(version: u32) -> PathBuf {
 }
 
 fn described() -> Described {
-    let bar = |size, kind, mappable| Some(Bar {
-        size,
-        kind,
-        mappable,
-    });
+    let bar = |size, kind, mappable| {
+        Some(Bar {
+            size,
+            kind,
+            mappable,
+        })
+    };
     let area = SparseMmapArea {
         offset: 0x1000,
         len: 0x2000,
@@ -30,7 +35,13 @@ fn described() -> Described {
             bar(0x4000, BarKind::Memory64 { prefetchable: true }, vec![area]),
             None,
             bar(256, BarKind::Io, Vec::new()),
-            bar(4096, BarKind::Memory32 { prefetchable: false }, Vec::new()),
+            bar(
+                4096,
+                BarKind::Memory32 {
+                    prefetchable: false,
+                },
+                Vec::new(),
+            ),
             None,
             None,
         ],
@@ -74,11 +85,31 @@ fn saved() -> Saved {
         memory: vec![mapping(Some((300, 4096))), mapping(None)],
         refused: vec![(0xa_0000, 0x2_0000)],
         irqs: vec![
-            irqs(IrqIndex::Intx, Action::Mask, SavedIrqData::Masks(Vec::new())),
-            irqs(IrqIndex::Msi, Action::Unmask, SavedIrqData::Masks(vec![true, false])),
-            irqs(IrqIndex::Msix, Action::Trigger, SavedIrqData::Targets(vec![Some(17), None])),
-            irqs(IrqIndex::Err, Action::Trigger, SavedIrqData::Targets(vec![Some(18)])),
-            irqs(IrqIndex::Req, Action::Trigger, SavedIrqData::Targets(vec![Some(19)])),
+            irqs(
+                IrqIndex::Intx,
+                Action::Mask,
+                SavedIrqData::Masks(Vec::new()),
+            ),
+            irqs(
+                IrqIndex::Msi,
+                Action::Unmask,
+                SavedIrqData::Masks(vec![true, false]),
+            ),
+            irqs(
+                IrqIndex::Msix,
+                Action::Trigger,
+                SavedIrqData::Targets(vec![Some(17), None]),
+            ),
+            irqs(
+                IrqIndex::Err,
+                Action::Trigger,
+                SavedIrqData::Targets(vec![Some(18)]),
+            ),
+            irqs(
+                IrqIndex::Req,
+                Action::Trigger,
+                SavedIrqData::Targets(vec![Some(19)]),
+            ),
         ],
         bars: vec![20, 21],
         state: Some(22),
@@ -91,9 +122,15 @@ fn saved() -> Saved {
 /// A device that is borrowed and one that is not, by each transport.
 fn examples() -> Vec<Example> {
     let idle = |transport, bars| {
-        let Described { description, state, .. } = described();
+        let Described {
+            description, state, ..
+        } = described();
         Saved {
-            described: Described { description, bars, state },
+            described: Described {
+                description,
+                bars,
+                state,
+            },
             transport,
             negotiated: None,
             memory: Vec::new(),
@@ -121,5 +158,32 @@ fn examples() -> Vec<Example> {
 
 #[test]
 fn the_format_of_snapshots_has_not_changed_without_its_version() {
-    samples::is_unchanged(&sample(VERSION), &examples());
+    samples::is_unchanged(&sample(RECORDS.version()), &examples());
+}
+
+#[test]
+fn snapshots_of_this_version_and_of_the_one_before_are_read() {
+    for version in RECORDS.oldest()..=RECORDS.version() {
+        let sample = samples::read(&sample(version));
+        assert_eq!(sample.len(), 3);
+        for (name, bytes) in sample {
+            let read: Saved = decode(&bytes).expect("a snapshot");
+            let now = examples().into_iter().find(|(it, _)| *it == name);
+            let (_, now) = now.unwrap_or_else(|| panic!("no {name}"));
+            assert_eq!(
+                postcard::to_stdvec(&read),
+                Ok(now),
+                "{name}, version {version}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_snapshot_without_its_last_fields_has_none_of_what_they_say() {
+    let mut bytes = postcard::to_stdvec(&saved()).expect("a snapshot");
+    bytes.truncate(bytes.len() - 2);
+    let read: Saved = decode(&bytes).expect("a snapshot");
+    assert_eq!((read.unplugged, read.ram_taken), (false, false));
+    assert_eq!((read.state, read.bars), (Some(22), vec![20, 21]));
 }

@@ -88,7 +88,7 @@ pub enum WorkerError {
 /// A [`WorkerError`]; the broker ends the lease then.
 pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     raise_open_files();
-    let mut orders = Channel::from_socket(broker);
+    let mut orders = Channel::from_socket(broker).appendable();
     let (order, fds) = orders
         .receive::<Numbered<Order>>(START_TIMEOUT)
         .map_err(WorkerError::NoLease)?;
@@ -106,7 +106,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     } = *start;
     let mut fds = fds.into_iter();
     let mut next = || fds.next().ok_or(WorkerError::InvalidLease);
-    let calls = Arc::new(Calls::new(Channel::from_socket(next()?)));
+    let calls = Arc::new(Calls::new(Channel::from_socket(next()?).appendable()));
     let connection = next()?;
     let id = entry.id.clone();
     if let Served::Medium(served) = device {

@@ -190,7 +190,10 @@ fn a_state_of_the_version_before_is_of_this_one_when_a_process_goes_on_with_it()
     let mut bytes = vec![0; SIZE];
     memory.read(&mut bytes);
     assert_eq!(version(&bytes), Ok(Some(FORMAT.version())));
-    assert_eq!(read_writer(&bytes[AT_WRITER..HEADER]).as_deref(), Some(FARSIDE));
+    assert_eq!(
+        read_writer(&bytes[AT_WRITER..HEADER]).as_deref(),
+        Some(FARSIDE)
+    );
     is_read(&bytes);
 }
 
