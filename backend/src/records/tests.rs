@@ -187,3 +187,29 @@ fn a_snapshot_without_its_last_fields_has_none_of_what_they_say() {
     assert_eq!((read.unplugged, read.ram_taken), (false, false));
     assert_eq!((read.state, read.bars), (Some(22), vec![20, 21]));
 }
+
+#[test]
+fn the_format_of_the_lease_has_not_changed_without_its_version() {
+    let file = DeviceFile::new().expect("a file");
+    let record = LeaseRecord::new(file.lease().expect("words"));
+    let of = |state: &str, record: &LeaseRecord| {
+        let words = [STATUS, CHAIN, CHAIN + 1].map(|n| (n, record.0.get(n)));
+        let bytes = words.map(|(n, word)| [&n.to_be_bytes()[..], &word.to_be_bytes()].concat());
+        (state.to_owned(), bytes.concat())
+    };
+    let mut examples = vec![of("none", &record)];
+    record.set(None);
+    examples.push(of("ends", &record));
+    record.set(Some(Secret::from_bits(0x0123_4567 << 96 | 0x89ab_cdef)));
+    examples.push(of("goes-on", &record));
+    record.clear();
+    examples.push(of("cleared", &record));
+    let connections = [CONNECTIONS.start, CONNECTIONS.end].map(|n| n as u8);
+    examples.push(("connections".to_owned(), connections.to_vec()));
+    let version = RECORDS.version();
+    let path = format!(
+        "{}/tests/samples/lease-{version}.txt",
+        env!("CARGO_MANIFEST_DIR")
+    );
+    samples::is_unchanged(path.as_ref(), &examples);
+}
