@@ -227,11 +227,8 @@ fn write(text: &mut String, check: &UpgradeCheck) -> fmt::Result {
             (Some(obstacle), _) => writeln!(text, "would not go on: {}", because(obstacle))?,
             (None, None) => writeln!(text, "goes on, without leases")?,
             (None, Some(version)) => {
-                let by = lender.farside.as_deref().unwrap_or("of before");
-                writeln!(
-                    text,
-                    "goes on (leases kept by farside {by}, version {version})"
-                )?;
+                let by = by(lender.farside.as_deref());
+                writeln!(text, "goes on (leases kept by {by}, version {version})")?;
             }
         }
         for lease in &lender.leases {
@@ -244,14 +241,21 @@ fn write(text: &mut String, check: &UpgradeCheck) -> fmt::Result {
         }
     }
     for vm in &check.vms {
-        let by = vm.farside.as_deref().unwrap_or("of before");
-        writeln!(text, "VM {}: its backend goes on as farside {by}", vm.vm)?;
+        let by = by(vm.farside.as_deref());
+        writeln!(text, "VM {}: its backend goes on as {by}", vm.vm)?;
         for device in &vm.devices {
             let what = format!("device {} of VM {}", device.device, vm.vm);
             verdict(text, &what, device.obstacle.as_ref())?;
         }
     }
     Ok(())
+}
+
+fn by(farside: Option<&str>) -> String {
+    farside.map_or_else(
+        || "an earlier farside".to_owned(),
+        |it| format!("farside {it}"),
+    )
 }
 
 fn verdict(text: &mut String, what: &str, obstacle: Option<&Obstacle>) -> fmt::Result {
