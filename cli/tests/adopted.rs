@@ -7,7 +7,7 @@ use std::{
         fd::AsFd,
         unix::fs::{DirBuilderExt, PermissionsExt},
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{Arc, Mutex},
     time::{Duration, Instant},
@@ -61,7 +61,11 @@ impl Host {
     }
 
     fn command(&self, devices: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_farside"));
+        self.command_of(env!("CARGO_BIN_EXE_farside").as_ref(), devices)
+    }
+
+    fn command_of(&self, program: &Path, devices: &[&str]) -> Command {
+        let mut command = Command::new(program);
         command
             .arg("lend")
             .arg("--socket")
@@ -489,6 +493,26 @@ fn a_keeper_where_others_can_put_one_is_not_asked() {
     lender.wait_log("no lease is adopted");
     assert!(impostor.accept().expect("a listener").is_none());
     host.borrow("dma0", "web1");
+}
+
+/// An upgrade replaces the binary. Until the lender is restarted, its processes are what it is.
+#[test]
+fn a_lender_that_runs_starts_its_own_version_after_an_upgrade() {
+    let host = Host::new();
+    let program = host.path("farside");
+    fs::copy(env!("CARGO_BIN_EXE_farside"), &program).expect("a copy");
+    let lender = Lender::start(host.command_of(&program, DEVICES));
+    fs::write(host.path("other"), "not a program").expect("a file");
+    fs::rename(host.path("other"), &program).expect("a name");
+    // A worker and what keeps its lease.
+    let (mut client, mut lease) = host.borrow("dma0", "web1");
+    let worker = lender.kill("dma0");
+    // The version that is installed now is another.
+    let _lender = host.lend();
+    worker.assert_lives();
+    assert_eq!(host.holder("dma0").as_deref(), Some("web1"));
+    register(&mut lease);
+    client.reset().expect("an answer of the worker");
 }
 
 /// The log of a lender that `greet` greets as what keeps the former lender's leases does.
