@@ -73,7 +73,7 @@ const ALLOWED: &[i64] = &[
     libc::SYS_readlinkat,
     libc::SYS_statx,
     libc::SYS_unlinkat,
-    // Registers of an NTB endpoint.
+    // Registers of an NTB endpoint, and the version of a device's state.
     libc::SYS_pread64,
     libc::SYS_pwrite64,
     // Answered with ENOSYS by the other filter.

@@ -243,6 +243,10 @@ impl Device {
             controller,
             bars: self.bar_addresses(),
             interrupts: self.vectors.status(),
+            state_version: match self.state {
+                State::Leased | State::Ready | State::Closing => self.bars.state_version(),
+                State::Unleased | State::Lost => None,
+            },
             ..self.report.clone()
         }
     }

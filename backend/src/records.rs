@@ -28,7 +28,8 @@ use crate::{
     dma_table::{Backing, DmaTable},
 };
 
-/// The state of a device. A change of it is a new [version](farside_keeper::VERSION).
+/// The state of a device, encoded by position: fields are appended, and zero means that they are absent. A change of it, or
+/// of a structure in it, is a new [version](farside_keeper::RECORDS).
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Saved {
     pub(crate) device: String,
@@ -282,7 +283,7 @@ impl Start {
             drop(records(file, snapshots));
             return Ok(None);
         }
-        let saved: Saved = postcard::from_bytes(snapshots.inherited())
+        let saved: Saved = farside_hand_over::decode(snapshots.inherited())
             .map_err(|error| lost(&format!("the state of a device ({error})")))?;
         let counts = farside_lender_protocol::irq_counts(&saved.described.description)
             .map_err(io::Error::other)?;
@@ -540,3 +541,6 @@ impl Drop for Recorded {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -18,7 +18,8 @@ use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use crate::served::Served;
 use farside_backend_api::{BackendReport, status::FORMAT};
 use farside_daemon::{OwnedListener, RateLimit, VmName};
-use farside_keeper::Kept;
+use farside_hand_over::FARSIDE;
+use farside_keeper::{Kept, RECORDS};
 
 /// Maximum number of peers with an unread report; others stay in the backlog. Bounds memory.
 const MAX_PEERS: usize = 16;
@@ -92,6 +93,9 @@ impl StatusServer {
             pid: std::process::id(),
             problem: self.problem().map(str::to_owned),
             restarts: self.kept.restarts(),
+            farside: Some(FARSIDE.to_owned()),
+            records_version: self.kept.restarts().map(|_| RECORDS.version()),
+            protocol_version: Some(farside_lender_protocol::VERSION),
             devices: self.served.reports(),
         })
     }

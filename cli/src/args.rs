@@ -26,6 +26,7 @@ use crate::{
     revoke::Revoke,
     run::{Start, Stop},
     units::Units,
+    upgrade::Upgrade,
     values::MachineArg,
     vm_flags::VmFlags,
 };
@@ -91,6 +92,7 @@ pub(crate) enum Verb {
     #[command(hide = true)]
     Hook(Hook),
     Units(Units),
+    Upgrade(Upgrade),
     Plan(Box<Plan>),
     Ntb(Ntb),
     Pki(Pki),

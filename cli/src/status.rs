@@ -120,7 +120,7 @@ fn lender(address: &Address, client: &mut Client) -> Result<LenderReport, CallEr
     })
 }
 
-fn running_vms() -> anyhow::Result<Vec<VmName>> {
+pub(crate) fn running_vms() -> anyhow::Result<Vec<VmName>> {
     let directory = paths::runtime_dir().join("vm");
     let entries = match std::fs::read_dir(&directory) {
         Ok(entries) => entries,

@@ -8,7 +8,7 @@ use std::{
         fd::AsFd,
         unix::net::{UnixDatagram, UnixListener, UnixStream},
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, ChildStderr, Command, Stdio},
     time::{Duration, Instant},
 };
@@ -40,13 +40,17 @@ struct Process {
 
 impl Process {
     fn start(dir: &tempfile::TempDir, args: &[&str], ready: &str) -> Self {
-        let mut process = Self::spawn(dir, args);
+        Self::start_of(env!("CARGO_BIN_EXE_farside").as_ref(), dir, args, ready)
+    }
+
+    fn start_of(program: &Path, dir: &tempfile::TempDir, args: &[&str], ready: &str) -> Self {
+        let mut process = Self::spawn(program, dir, args);
         process.logs(ready);
         process
     }
 
-    fn spawn(dir: &tempfile::TempDir, args: &[&str]) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_farside"));
+    fn spawn(program: &Path, dir: &tempfile::TempDir, args: &[&str]) -> Self {
+        let mut command = Command::new(program);
         let notify = dir.path().join(NOTIFY);
         if notify.exists() {
             command.env("NOTIFY_SOCKET", notify);
@@ -249,6 +253,60 @@ fn a_helper_that_ends_is_noticed() {
     assert!(!log.contains("its helper process has ended"), "{log}");
 }
 
+/// The status of the backend, when it has been started again once.
+fn status_after_restart(dir: &tempfile::TempDir) -> serde_json::Value {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let mut status = String::new();
+        let stream = UnixStream::connect(dir.path().join("vm/web1/status"));
+        let read = stream.and_then(|mut stream| stream.read_to_string(&mut status));
+        let json = serde_json::from_str::<serde_json::Value>(&status);
+        match (read, json) {
+            (Ok(_), Ok(json)) if json["restarts"] == 1 => return json,
+            _ => assert!(Instant::now() < deadline, "{status}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// An upgrade replaces the binary. What a crash starts is what has crashed.
+#[test]
+fn a_backend_that_is_killed_after_an_upgrade_is_started_again_as_it_was() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = dir.path().join("farside");
+    fs::copy(env!("CARGO_BIN_EXE_farside"), &program).expect("a copy");
+    let _lender = Process::start(&dir, &["lend", "--dma-test", "dma0"], "listens at");
+    let args = ["serve", "--keeper", "--vm", "web1", "--device", "dma0"];
+    let keeper = Process::start_of(&program, &dir, &args, "served at");
+    let other = dir.path().join("other");
+    fs::write(&other, "not a program").expect("a file");
+    fs::rename(&other, &program).expect("a name");
+    kill_process(keeper.helper(), Signal::KILL).expect("a process");
+    let status = status_after_restart(&dir);
+    assert_eq!(status["farside"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(status["records_version"], 2);
+    let answer = request(&dir, "\"status\"");
+    assert!(answer.contains("dma0.sock"), "{answer}");
+    // It needs its helper, which is the same program, too.
+    let answer = request(&dir, "{\"detach\":{\"device\":\"dma0\"}}");
+    assert!(answer.contains("detached"), "{answer}");
+    let answer = request(&dir, "{\"attach\":{\"device\":\"dma0\"}}");
+    assert!(answer.contains("dma0.sock"), "{answer}");
+    let check = Command::new(env!("CARGO_BIN_EXE_farside"))
+        .args(["upgrade", "--check", "--json"])
+        .env("FARSIDE_RUNTIME_DIR", dir.path())
+        .env("FARSIDE_CONFIG_DIR", dir.path())
+        .output()
+        .expect("the program starts");
+    assert!(check.status.success(), "{check:?}");
+    let check: serde_json::Value = serde_json::from_slice(&check.stdout).expect("JSON");
+    assert_eq!(check["goes_on"], true);
+    assert_eq!(check["vms"][0]["vm"], "web1");
+    assert_eq!(check["vms"][0]["farside"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(check["vms"][0]["devices"][0]["device"], "dma0");
+    assert!(check["vms"][0]["devices"][0]["obstacle"].is_null());
+}
+
 /// Not even while it waits for the helper on behalf of a client: to connect to the lender.
 #[test]
 fn a_backend_ends_in_time_although_its_helper_is_stopped() {
@@ -298,7 +356,7 @@ fn a_backend_that_starts_ends_in_time_whatever_it_waits_for() {
         let lender = Listener::bind(&address).expect("a socket");
         let args = ["serve", "--vm", "web1", "--device", "dma0", "--lender"];
         let args = [&args[..], &[address.to_str().expect("UTF-8")]].concat();
-        let mut backend = Process::spawn(&dir, &args);
+        let mut backend = Process::spawn(env!("CARGO_BIN_EXE_farside").as_ref(), &dir, &args);
         let begin = Instant::now();
         let mut peer = loop {
             if let Some(peer) = lender.accept().expect("a socket") {

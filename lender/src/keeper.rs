@@ -15,6 +15,7 @@
 //! The keeper's socket is in a directory that only the lender's user can search, both ends compare that
 //! user with the other's, and a keeper whose broker lives refuses others.
 
+mod look;
 mod process;
 
 use std::{
@@ -31,16 +32,28 @@ use std::{
 
 use farside_daemon::{OwnedListener, SocketKind, paths, peer_credentials};
 use farside_error_chain::Chain;
+use farside_hand_over::{Format, Unreadable};
 use farside_lender_protocol::{Address, Channel, ChannelError, MAX_DEVICES};
 use serde::{Deserialize, Serialize};
 
+pub use look::{KeptLeases, LeaseFormat, look};
 pub use process::{KeeperError, run};
 
 use crate::worker::Program;
 
 /// Of the messages between brokers, workers and keepers, and of [`crate::worker::KeptLease`]: raise it with
-/// each change of one of them. A broker of another version ends the workers in order.
-const VERSION: u32 = 1;
+/// each change of one of them (docs/hand-over-state.md).
+///
+/// | version | new in it |
+/// | --- | --- |
+/// | 2 | records of leases have their version beside them; keepers show their version of farside, and their leases |
+pub(crate) const VERSION: u32 = 2;
+
+/// The format of leases, and of the messages of their workers.
+pub const LEASES: Format = Format::new("its lease", VERSION);
+
+/// The format of a keeper's messages.
+const KEEPER: Format = Format::new("what keeps them", VERSION);
 
 /// Timeout for each message between a broker and its keeper.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -71,6 +84,8 @@ enum ToKeeper {
     Update { id: u64, lease: Vec<u8> },
     /// The lease has ended.
     Forget { id: u64 },
+    /// Send the leases without their descriptors. Since version 2; root may send it, too, and while there is a broker.
+    Look,
 }
 
 /// A keeper's first message, of which all versions have the beginning.
@@ -79,6 +94,8 @@ struct Hello {
     version: u32,
     /// Its broker lives.
     busy: bool,
+    /// Its version of farside. Empty before version 2.
+    farside: String,
 }
 
 /// A keeper's message to a broker that takes the leases.
@@ -116,6 +133,17 @@ pub enum TakeError {
         /// What has failed; without, it is another user's.
         source: Option<ChannelError>,
     },
+    /// They have a format that this lender does not read. They go on without one.
+    #[error(
+        "the leases of the former lender go on without one: {what}{why}: install {remedy} and start the lender again, or end them by stopping their VMs",
+        remedy = why.remedy()
+    )]
+    Unreadable {
+        /// The lease's device and VM, as a prefix, unless it is the keeper.
+        what: String,
+        /// Its version, and those that are read.
+        why: Unreadable,
+    },
 }
 
 /// The broker's side of its keeper, which is started with the first lease.
@@ -139,19 +167,19 @@ impl Keeper {
     /// The keeper of the lender that listens at `socket`, with the leases of its former broker.
     ///
     /// # Errors
-    /// [`TakeError::Busy`]. Anything else is logged.
+    /// [`TakeError::Busy`] and [`TakeError::Unreadable`]. Anything else is logged.
     pub(crate) fn find(
         socket: &Path,
         program: Option<Program>,
     ) -> Result<(Self, Vec<Found>), TakeError> {
-        let path = socket.with_extension("keeper").join("socket");
+        let path = path(socket);
         let program = program.filter(|program| program.keeper.is_some());
         let (mut channel, mut found) = (None, Vec::new());
         if program.is_some() {
             match take(&path) {
                 Ok(Some((keeper, leases))) => (channel, found) = (Some(keeper), leases),
                 Ok(None) => {}
-                Err(busy @ TakeError::Busy) => return Err(busy),
+                Err(error @ (TakeError::Busy | TakeError::Unreadable { .. })) => return Err(error),
                 Err(error) => log::error!("no lease is adopted: {}", Chain(&error)),
             }
         }
@@ -280,7 +308,8 @@ impl Keeper {
         let directory = self.path.parent().unwrap_or(Path::new(""));
         paths::create_directory(directory)?;
         let listener = OwnedListener::bind(&self.path, SocketKind::SeqPacket, 4)?;
-        let (mut ours, theirs) = Channel::pair()?;
+        let (ours, theirs) = Channel::pair()?;
+        let mut ours = ours.appendable();
         let process = program
             .command()
             .args(&program.keeper)
@@ -296,6 +325,11 @@ impl Keeper {
         // A panic leaves at most a lease that is not kept.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Of the keeper of the lender that listens at `socket`.
+fn path(socket: &Path) -> PathBuf {
+    socket.with_extension("keeper").join("socket")
 }
 
 fn remove(path: &Path) {
@@ -317,7 +351,7 @@ fn take(path: &Path) -> Result<Option<(Channel, Vec<Found>)>, TakeError> {
     }
     let address = Address::Unix(path.to_owned());
     let mut channel = match Channel::connect(&address, Path::new(""), TIMEOUT) {
-        Ok(channel) => channel,
+        Ok(channel) => channel.appendable(),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             // Its last lease has ended.
@@ -334,18 +368,12 @@ fn take(path: &Path) -> Result<Option<(Channel, Vec<Found>)>, TakeError> {
     if hello.busy {
         return Err(TakeError::Busy);
     }
-    if hello.version != VERSION {
-        log::warn!(
-            "the leases of the former lender end in order: its version keeps them in format {}, this one in format {VERSION}",
-            hello.version
-        );
-        let sent = channel.send(&ToKeeper::End, &[], TIMEOUT);
-        sent.map_err(|error| foreign(Some(error)))?;
-        // It closes the connection when the workers are gone.
-        let _ = channel.receive::<()>(END_TIMEOUT);
-        remove(path);
-        return Ok(None);
-    }
+    // It goes on waiting for another broker.
+    let checked = KEEPER.check(hello.version, Some(&hello.farside));
+    checked.map_err(|why| TakeError::Unreadable {
+        what: String::new(),
+        why,
+    })?;
     let mut found = Vec::new();
     let sent = channel.send(&ToKeeper::Take, &[], TIMEOUT);
     sent.map_err(|error| foreign(Some(error)))?;
@@ -355,9 +383,14 @@ fn take(path: &Path) -> Result<Option<(Channel, Vec<Found>)>, TakeError> {
             (FromKeeper::Lease { id, lease }, fds) if found.len() < 2 * MAX_DEVICES => {
                 found.push(Found { id, lease, fds });
             }
-            _ => return Ok(Some((channel, mem::take(&mut found)))),
+            _ => break,
         }
     }
+    // Before any of them is changed: this connection closes, and they wait for another broker.
+    for lease in &found {
+        look::check(&lease.lease)?;
+    }
+    Ok(Some((channel, mem::take(&mut found))))
 }
 
 /// Whether this user alone can search a directory.
@@ -366,8 +399,16 @@ fn is_private(directory: &fs::Metadata) -> bool {
     directory.is_dir() && is_ours && directory.mode() & 0o077 == 0
 }
 
+/// Whether the process at the other end is root's.
+fn is_of_root(channel: &Channel) -> bool {
+    peer_credentials(&channel.as_fd()).is_ok_and(|peer| peer.uid == 0)
+}
+
 /// Whether the process at the other end has this one's user.
 fn is_own(channel: &Channel) -> bool {
     let peer = peer_credentials(&channel.as_fd());
     peer.is_ok_and(|peer| peer.uid == rustix::process::geteuid().as_raw())
 }
+
+#[cfg(test)]
+mod tests;

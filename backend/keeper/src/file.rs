@@ -4,9 +4,13 @@ use std::{
     io,
     ops::Range,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, atomic::AtomicUsize},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Release},
+    },
 };
 
+use farside_hand_over::{Format, WRITER, read_writer, writer};
 use rustix::{
     fs::{MemfdFlags, SealFlags, SeekFrom, fcntl_add_seals, fstat, ftruncate, memfd_create, seek},
     io::{Errno, pread, pwrite},
@@ -14,10 +18,19 @@ use rustix::{
 
 use crate::{Journal, Snapshots, Words, journal, snapshots, system::Area};
 
-/// Version of the records. A process takes over those of its own version only.
-pub const VERSION: u32 = 1;
+/// The format of the records: of this file, of the [`Journal`] in it, and of what the backend puts into snapshots, lease and
+/// log. See docs/hand-over-state.md before changing one of them.
+///
+/// | version | new in it |
+/// | --- | --- |
+/// | 2 | the version of farside |
+pub const RECORDS: Format = Format::new("the record of a device", 2);
 
-const MAGIC: u64 = u64::from_le_bytes(*b"farside\0") ^ VERSION as u64;
+/// The first word, but for the version.
+const MAGIC: u64 = u64::from_le_bytes(*b"farside\0");
+
+/// Words of the header: the version of farside, 0 in version 1.
+const FARSIDE: usize = 8;
 
 const PAGE: usize = 4096;
 
@@ -57,11 +70,18 @@ impl DeviceFile {
         let file = memfd_create("farside-device", flags)?;
         ftruncate(&file, SNAPSHOTS.end as u64)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        let header = Area::map(&file, HEADER)?;
-        header
-            .word(0)
-            .store(MAGIC, std::sync::atomic::Ordering::Release);
+        Self::put_version(&Area::map(&file, HEADER)?);
         Ok(Self::with(file))
+    }
+
+    /// What is new in this version is there before it: the version before ignores it.
+    fn put_version(header: &Area) {
+        for (n, word) in writer().as_chunks().0.iter().enumerate() {
+            let at = FARSIDE + n * 8;
+            header.word(at).store(u64::from_le_bytes(*word), Release);
+        }
+        let version = u64::from(RECORDS.version());
+        header.word(0).store(MAGIC ^ version, Release);
     }
 
     /// A copy of that of the process before. That one may have been taken over by its guest, and have given its file to
@@ -69,20 +89,32 @@ impl DeviceFile {
     ///
     /// # Errors
     ///
-    /// [`io::ErrorKind::InvalidData`] for another file, or one of another version.
+    /// [`io::ErrorKind::InvalidData`] for another file, or one of a version that is not [read](RECORDS).
     pub fn take_over(file: OwnedFd) -> io::Result<Self> {
-        let invalid = || {
-            io::Error::new(
-                io::ErrorKind::InvalidData,
-                "the records of a device are those of another version of farside",
-            )
+        let invalid = |error: &dyn std::fmt::Display| {
+            io::Error::new(io::ErrorKind::InvalidData, error.to_string())
         };
-        if fstat(&file)?.st_size != SNAPSHOTS.end as i64 {
-            return Err(invalid());
+        let bytes = fstat(&file)?.st_size;
+        if bytes < HEADER.end as i64 {
+            return Err(invalid(&format!(
+                "the record of a device has {bytes} bytes"
+            )));
         }
-        let mut magic = [0; 8];
-        if pread(&file, &mut magic, 0)? != 8 || u64::from_ne_bytes(magic) != MAGIC {
-            return Err(invalid());
+        let mut header = [0; FARSIDE + WRITER];
+        let read = pread(&file, &mut header, 0)?;
+        let (magic, farside) = header.split_at(FARSIDE);
+        let magic = magic.try_into().map_or(0, u64::from_ne_bytes);
+        let version = u16::try_from(magic ^ MAGIC).ok();
+        let version = version.filter(|_| read == header.len());
+        let version = version.ok_or_else(|| invalid(&"it is no record of a device"))?;
+        let farside = read_writer(farside);
+        let checked = RECORDS.check(version.into(), farside.as_deref());
+        checked.map_err(|error| invalid(&error))?;
+        if bytes != SNAPSHOTS.end as i64 {
+            let size = SNAPSHOTS.end;
+            return Err(invalid(&format!(
+                "the record of a device has {bytes} bytes, and not {size}"
+            )));
         }
         let own = Self::new()?;
         let mut chunk = vec![0; CHUNK];
@@ -162,3 +194,6 @@ impl AsFd for DeviceFile {
         self.file.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -376,6 +376,13 @@ impl Journal {
         self.queued.len()
     }
 
+    /// Those bytes.
+    #[cfg(test)]
+    pub(crate) fn queued_bytes(&self) -> &[u8] {
+        self.area
+            .bytes(output_bytes(self.state.output, &self.queued))
+    }
+
     /// Sends what the socket takes. Returns whether all is sent.
     ///
     /// # Errors

@@ -30,7 +30,7 @@ mod snapshots;
 mod system;
 mod words;
 
-pub use file::{DeviceFile, LEASE_WORDS, LOG_WORDS, VERSION};
+pub use file::{DeviceFile, LEASE_WORDS, LOG_WORDS, RECORDS};
 pub use inherited::Inherited;
 pub use journal::{Journal, JournalError, MAX_FDS, Received};
 pub use keep::{Kept, keep};

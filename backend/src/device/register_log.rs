@@ -249,6 +249,7 @@ mod tests {
     use std::time::Duration;
 
     use farside_fabric::memory::SharedMemory;
+    use farside_hand_over::samples;
 
     use super::*;
 
@@ -269,6 +270,29 @@ mod tests {
     fn received(channel: &mut Channel) -> Vec<Access> {
         let next = || channel.receive(Duration::ZERO).ok();
         std::iter::from_fn(next).map(|(access, _)| access).collect()
+    }
+
+    #[test]
+    fn the_format_of_the_log_has_not_changed_without_its_version() {
+        let file = farside_keeper::DeviceFile::new().unwrap();
+        let mut log = RegisterLog::new(file.log().unwrap());
+        log.message(5);
+        assert!(log.wait(write(7)));
+        assert!(log.wait(Access::Write {
+            bar: 5,
+            offset: 1 << 40,
+            len: 8,
+            value: u64::MAX - 1,
+        }));
+        let words = file.log().unwrap();
+        let set = (0..words.len()).filter(|n| words.get(*n) != 0);
+        let words = set.map(|n| (format!("word-{n}"), words.get(n).to_be_bytes().to_vec()));
+        let version = farside_keeper::RECORDS.version();
+        let path = format!(
+            "{}/tests/samples/log-{version}.txt",
+            env!("CARGO_MANIFEST_DIR")
+        );
+        samples::is_unchanged(path.as_ref(), &words.collect::<Vec<_>>());
     }
 
     #[test]

@@ -28,6 +28,7 @@ use super::{
 };
 use crate::{
     config,
+    keeper::LEASES,
     model::{check_model, not_flushed},
     registry::{GrantedChain, Lease},
     source::{Available, DeviceSource, Report},
@@ -278,6 +279,7 @@ impl WorkerDevice {
         served: KeptDevice,
         chain: Option<GrantedChain>,
     ) -> Record {
+        let state = KeptLease::state(&served);
         let kept = KeptLease {
             device: self.id.clone(),
             vm: vm.clone(),
@@ -291,11 +293,13 @@ impl WorkerDevice {
             requester: false,
             windows: Vec::new(),
             replied: None,
+            worker: LEASES.version(),
+            state,
         };
         let (fds, with_worker) = descriptors(worker, borrower.as_fd(), self.file());
         let keeper = Arc::clone(&self.workers.keeper);
         Record {
-            number: keeper.keep(&kept, &fds, with_worker),
+            number: kept.keep(&keeper, &fds, with_worker),
             keeper,
             lease: kept,
         }

@@ -92,7 +92,7 @@ pub enum WorkerError {
 /// A [`WorkerError`]; the broker ends the lease then.
 pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     limit_open_files(MAX_OPEN_FILES);
-    let mut orders = Channel::from_socket(broker);
+    let mut orders = Channel::from_socket(broker).appendable();
     let (order, fds) = orders
         .receive::<Numbered<Order>>(START_TIMEOUT)
         .map_err(WorkerError::NoLease)?;
@@ -110,7 +110,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     } = *start;
     let mut fds = fds.into_iter();
     let mut next = || fds.next().ok_or(WorkerError::InvalidLease);
-    let calls = Arc::new(Calls::new(Channel::from_socket(next()?)));
+    let calls = Arc::new(Calls::new(Channel::from_socket(next()?).appendable()));
     let connection = next()?;
     let id = entry.id.clone();
     if let Served::Medium(served) = device {

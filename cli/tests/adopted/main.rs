@@ -1,5 +1,7 @@
 //! Leases whose lender is killed, and that go on with the next one, as unlucky and hostile parties have it.
 
+mod versions;
+
 use std::{
     fs::{self, File},
     io::{BufRead, BufReader},
@@ -7,7 +9,7 @@ use std::{
         fd::AsFd,
         unix::fs::{DirBuilderExt, PermissionsExt},
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{Arc, Mutex},
     time::{Duration, Instant},
@@ -16,7 +18,7 @@ use std::{
 use farside_daemon::{OwnedListener, SocketKind};
 use farside_fabric::{Iova, PeerAddress, memory::create_sealed};
 use farside_lender_protocol::{
-    Channel, ChannelError, Client, Keeping, Lease, Resource, Revocation, Transport,
+    ChannelError, Client, Keeping, Lease, Resource, Revocation, Transport,
     registers::{Access, Event},
 };
 use rustix::{
@@ -61,7 +63,11 @@ impl Host {
     }
 
     fn command(&self, devices: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_farside"));
+        self.command_of(env!("CARGO_BIN_EXE_farside").as_ref(), devices)
+    }
+
+    fn command_of(&self, program: &Path, devices: &[&str]) -> Command {
+        let mut command = Command::new(program);
         command
             .arg("lend")
             .arg("--socket")
@@ -488,35 +494,6 @@ fn a_keeper_where_others_can_put_one_is_not_asked() {
     let lender = host.lend();
     lender.wait_log("no lease is adopted");
     assert!(impostor.accept().expect("a listener").is_none());
-    host.borrow("dma0", "web1");
-}
-
-#[test]
-fn the_leases_of_another_version_end_before_devices_are_opened() {
-    let host = Host::new();
-    host.make_keeper(0o700);
-    let keeper = OwnedListener::bind(&host.keeper().join("socket"), SocketKind::SeqPacket, 4)
-        .expect("a path");
-    let other = std::thread::spawn(move || {
-        let deadline = Instant::now() + DEADLINE;
-        let socket = loop {
-            match keeper.accept().expect("a listener") {
-                Some(socket) => break socket,
-                None => assert!(Instant::now() < deadline, "nobody connects"),
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        };
-        let mut lender = Channel::from_socket(socket);
-        lender
-            .send(&(999u32, false), &[], DEADLINE)
-            .expect("a lender");
-        // The first message of all versions.
-        let (end, _) = lender.receive::<u32>(DEADLINE).expect("a message");
-        assert_eq!(end, 0);
-    });
-    let lender = host.lend();
-    other.join().expect("no panic");
-    lender.wait_log("its version keeps them in format 999");
     host.borrow("dma0", "web1");
 }
 
