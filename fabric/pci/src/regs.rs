@@ -81,7 +81,8 @@ pub const CAP_ID_PM: u8 = 0x01;
 pub const CAP_ID_MSI: u8 = 0x05;
 /// Capability ID of a vendor-specific capability.
 pub const CAP_ID_VNDR: u8 = 0x09;
-pub(crate) const CAP_ID_EXP: u8 = 0x10;
+/// Capability ID of PCI Express.
+pub const CAP_ID_EXP: u8 = 0x10;
 /// Capability ID of MSI-X.
 pub const CAP_ID_MSIX: u8 = 0x11;
 
@@ -141,6 +142,10 @@ pub const EXP_DEVCTL: usize = 0x08;
 /// Device Control after a reset: relaxed ordering, no snoop, 512-byte read
 /// requests.
 pub const EXP_DEVCTL_DEFAULT: u16 = 0x2810;
+/// Device Control: Enable Relaxed Ordering.
+pub const EXP_DEVCTL_RELAX_EN: u32 = 1 << 4;
+/// Device Control: Max_Read_Request_Size.
+pub const EXP_DEVCTL_READRQ: u32 = 0b111 << 12;
 /// Device Status, 16 bits (7.5.3.5).
 pub const EXP_DEVSTA: usize = 0x0a;
 /// Link Capabilities, 32 bits (7.5.3.6).
