@@ -23,7 +23,7 @@ use farside_config_space::ConfigSpace;
 use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_irq_relay::{IrqCounts, Vectors};
-use farside_lender_protocol::{Channel, Described, ErrorKind, MAX_FDS, Transport};
+use farside_lender_protocol::{BarOwner, Channel, Described, ErrorKind, MAX_FDS, Transport};
 use farside_vfio_user::{
     ClientLog, Connection, Negotiated, Reply, ReplyTo, Session, serve::Answer,
 };
@@ -136,7 +136,10 @@ impl Device {
         described: Described,
         start: Start,
     ) -> Result<(Self, Option<(Connection, Session)>), DeviceError> {
-        let mut config = ConfigSpace::new(&described.description)?;
+        let mut config = match described.bars {
+            BarOwner::Borrower => ConfigSpace::new(&described.description)?,
+            BarOwner::Lender => ConfigSpace::of_function(&described.description)?,
+        };
         let counts = farside_lender_protocol::irq_counts(&described.description)?;
         let Start {
             records,

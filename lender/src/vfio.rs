@@ -23,6 +23,7 @@
 //! reports that it is not open elsewhere.
 
 mod bind;
+mod config_space;
 mod dma_path;
 mod faults;
 mod find;

@@ -29,12 +29,15 @@ impl Device {
         self.buffer.clear();
         self.buffer.resize(count, 0xff);
         let mut interrupt_status = None;
+        let mut config = Vec::new();
         let bar = match region {
             Region::Config => {
                 let size = self.config.size();
                 if self.is_present() && offset + count as u64 <= size {
                     self.config.read(offset, &mut self.buffer);
                     interrupt_status = self.config.interrupt_status_at(offset, count);
+                    let parts = self.config.reads(offset, count);
+                    config.extend(parts.map(|piece| RegisterRead::Config { piece, offset }));
                 }
                 None
             }
@@ -51,7 +54,7 @@ impl Device {
             }
             None => {
                 let status = interrupt_status.map(|at| RegisterRead::InterruptStatus { at });
-                self.hold(to, finish, status.map(Task::Read))
+                self.hold(to, finish, status.into_iter().chain(config).map(Task::Read))
             }
         }
     }

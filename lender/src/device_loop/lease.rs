@@ -13,6 +13,7 @@ use farside_lender_protocol::{
     Revocation,
     registers::{Access, Event},
 };
+use farside_pci::Piece;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
@@ -54,6 +55,8 @@ pub(super) struct LeaseLoop<'a> {
     /// A request that has overtaken register accesses sent before it.
     held: Option<Held>,
     refusals: u64,
+    /// A configuration access was refused.
+    config_refused: bool,
 }
 
 struct Held {
@@ -164,6 +167,7 @@ impl<'a> LeaseLoop<'a> {
             served: 0,
             held: None,
             refusals: 0,
+            config_refused: false,
         };
         let line = format!(
             "device {id}: borrowed by VM {} (generation {generation}, {peer})",
@@ -356,6 +360,23 @@ impl<'a> LeaseLoop<'a> {
                     self.device.poll();
                     self.device.irqs().intx_status().into()
                 }
+                Access::ConfigRead { offset, len } => {
+                    let piece = Piece::new(offset, len);
+                    let value = piece.and_then(|piece| self.device.config_read(piece));
+                    value
+                        .unwrap_or_else(|| {
+                            self.refuse_config("read", offset, len);
+                            u32::MAX
+                        })
+                        .into()
+                }
+                Access::ConfigWrite { offset, len, value } => {
+                    let piece = Piece::new(offset, len);
+                    if !piece.is_some_and(|piece| self.device.config_write(piece, value)) {
+                        self.refuse_config("write", offset, len);
+                    }
+                    0
+                }
                 Access::Write {
                     bar,
                     offset,
@@ -380,6 +401,18 @@ impl<'a> LeaseLoop<'a> {
         }
         self.send_relayed();
         Ok(())
+    }
+
+    /// Counts a configuration access to bits that are not the borrower's, and logs the first of the lease.
+    fn refuse_config(&mut self, verb: &str, offset: u16, len: u8) {
+        self.refusals += 1;
+        if !std::mem::replace(&mut self.config_refused, true) {
+            let line = format!(
+                "device {}: VM {} may not {verb} {len} bytes at {offset:#x} of configuration space: refused, as further ones under this lease",
+                self.owner.id, self.vm
+            );
+            self.owner.home.line(Line::Refused, &line);
+        }
     }
 
     /// Whether a register access satisfies the contract of `bar_read` and `bar_write`.
