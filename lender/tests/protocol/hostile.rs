@@ -294,7 +294,7 @@ fn configuration_accesses_that_are_not_the_borrowers_are_refused() {
         (0, 255),
     ] {
         let value = ask(&mut registers, Access::ConfigRead { offset, len });
-        assert_eq!(value, u32::MAX.into(), "{offset:#x}, {len}");
+        assert_eq!(value, u64::from(u32::MAX), "{offset:#x}, {len}");
         let value = u32::MAX;
         let write = Access::ConfigWrite { offset, len, value };
         assert_eq!(ask(&mut registers, write), 0, "{offset:#x}, {len}");
