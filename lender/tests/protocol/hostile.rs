@@ -301,5 +301,6 @@ fn configuration_accesses_that_are_not_the_borrowers_are_refused() {
     }
     // The lease goes on.
     write(&mut registers, 0, reg::SCRATCH, 4, 5);
-    assert_eq!(read(&mut registers, 0, reg::SCRATCH, 4), 5);
+    // The bytes behind a short read are all ones.
+    assert_eq!(read(&mut registers, 0, reg::SCRATCH, 4) as u32, 5);
 }
