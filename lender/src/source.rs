@@ -37,6 +37,11 @@ pub(crate) trait Available: Send {
     /// The device's description. Constant.
     fn described(&self) -> &Described;
 
+    /// Its expansion ROM; empty if it has none, or that cannot be read now. Constant.
+    fn rom(&self) -> Arc<[u8]> {
+        Arc::default()
+    }
+
     /// Whether a guest with this RAM, of `vm` if known, could borrow it.
     fn check(
         &self,

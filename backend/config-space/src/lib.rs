@@ -71,8 +71,11 @@ pub use msi::Msi;
 pub use msix::Msix;
 pub use pm::PowerState;
 
-use farside_pci::regs::{COMMAND, COMMAND_INTX_DISABLE, COMMAND_MASTER, INTERRUPT_PIN, STATUS};
-use farside_pci::{ConfigImage, Description, Forwarding, Piece};
+use farside_pci::regs::{
+    COMMAND, COMMAND_INTX_DISABLE, COMMAND_MASTER, INTERRUPT_PIN, ROM_ADDRESS, ROM_ADDRESS_ENABLE,
+    STATUS,
+};
+use farside_pci::{ConfigImage, Description, Forwarding, Piece, rom};
 
 use bar::BarRegister;
 use builder::Builder;
@@ -159,6 +162,15 @@ impl ConfigSpace {
     /// As [`ConfigSpace::new`].
     pub fn of_function(description: &Description) -> Result<Self, ConfigSpaceError> {
         Self::with(description, Some(Forwarding::of(&description.config)))
+    }
+
+    /// Gives it a BAR for an expansion ROM of `len` bytes, at most [`rom::MAX`](farside_pci::rom::MAX).
+    pub fn add_rom(&mut self, len: usize) {
+        let size = rom::bar_size(len.min(rom::MAX)) as u32;
+        if size != 0 {
+            self.writable
+                .set_u32(ROM_ADDRESS, !(size - 1) | ROM_ADDRESS_ENABLE);
+        }
     }
 
     fn with(

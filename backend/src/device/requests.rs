@@ -5,7 +5,7 @@ use std::sync::Arc;
 use farside_error_chain::Chain;
 use farside_guest_layout::Gpa;
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
-use farside_pci::Description;
+use farside_pci::{Description, rom};
 use farside_vfio_user::{
     DeviceInfo, DmaMap, DmaUnmap, Refusal, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
     Request,
@@ -42,7 +42,15 @@ impl Device {
                 None
             }
             Region::Bar(bar) => self.in_bar(bar, offset, count).then_some(bar),
-            Region::Rom | Region::Vga => None,
+            Region::Rom => {
+                let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+                let rest = self.rom.get(offset..).filter(|_| self.is_present());
+                for (byte, rom) in self.buffer.iter_mut().zip(rest.unwrap_or_default()) {
+                    *byte = *rom;
+                }
+                None
+            }
+            Region::Vga => None,
         };
         let finish = Finish::Read { region, offset };
         match bar {
@@ -195,7 +203,12 @@ impl Device {
                 },
                 _ => RegionInfo::absent(region),
             },
-            Region::Rom | Region::Vga => RegionInfo::absent(region),
+            Region::Rom => RegionInfo {
+                readable: !self.rom.is_empty(),
+                size: rom::bar_size(self.rom.len()),
+                ..RegionInfo::absent(region)
+            },
+            Region::Vga => RegionInfo::absent(region),
         }
     }
 

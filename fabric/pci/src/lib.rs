@@ -11,6 +11,7 @@ pub mod forwarding;
 mod image;
 pub mod policy;
 pub mod regs;
+pub mod rom;
 
 pub use bdf::{Bdf, BdfError};
 pub use description::{Bar, BarKind, Description, SparseMmapArea};

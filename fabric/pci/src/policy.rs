@@ -327,11 +327,11 @@ pub const HEADER: &[Field] = &[
 
 /// Bytes of 0x40 to 0xff that are in no capability.
 #[rustfmt::skip]
-pub const DEVICE_SPECIFIC: Field = field(0, Rest, "device-specific", Forwarded, "only the device knows their meaning, and VFIO forwards them too; nothing of the lender's platform is among them");
+pub const DEVICE_SPECIFIC: Field = field(0, Rest, "device-specific", Forwarded, "only the device knows their meaning, and VFIO forwards them too, with the rare standard capabilities that it unlinks (debug port, secure device, enhanced allocation)");
 
 /// Bytes from 0x100 on that are in no capability.
 #[rustfmt::skip]
-pub const EXTENDED_GAPS: Field = field(0, Rest, "outside capabilities", Constant, "VFIO unlinks some capabilities, SR-IOV among them, whose registers then look like device-specific ones, and lets them be written");
+pub const EXTENDED_GAPS: Field = field(0, Rest, "outside capabilities", Constant, "VFIO unlinks capabilities that its table lacks, such as PASID, and gives raw access to their registers, which then look like device-specific ones");
 
 impl Shown {
     /// Each bit of the capability, once.

@@ -65,6 +65,8 @@ pub(crate) const SUBSYSTEM_VENDOR_ID: usize = 0x2c;
 pub(crate) const SUBSYSTEM_ID: usize = 0x2e;
 /// Expansion ROM Base Address, 32 bits (7.5.1.2.4).
 pub const ROM_ADDRESS: usize = 0x30;
+/// Expansion ROM Base Address: enable.
+pub const ROM_ADDRESS_ENABLE: u32 = 1 << 0;
 /// Offset of the first capability, 8 bits (7.5.1.1.11).
 pub const CAPABILITY_LIST: usize = 0x34;
 /// Interrupt Line, 8 bits (7.5.1.1.12).

@@ -607,6 +607,7 @@ impl<'a> LeaseLoop<'a> {
             | Request::Limits
             | Request::LimitsInUse
             | Request::Describe { .. }
+            | Request::Rom { .. }
             | Request::Check { .. }
             | Request::Borrow { .. }
             | Request::BorrowMedium { .. }
