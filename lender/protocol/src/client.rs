@@ -4,6 +4,7 @@ mod goes_on;
 mod greeted;
 mod medium;
 mod operate;
+mod rom;
 
 use std::{
     io,
@@ -286,28 +287,6 @@ impl Client {
             (Reply::Description(description), _) => Ok(*description),
             (other, _) => Err(self.unexpected(&other)),
         }
-    }
-
-    /// The expansion ROM of a device, with so many bytes.
-    ///
-    /// # Errors
-    /// It is [larger](farside_pci::rom::MAX) or smaller, or the lender does not have it.
-    pub fn rom(&mut self, device: &DeviceId, len: u32) -> Result<Vec<u8>, CallError> {
-        let len = (len as usize).min(farside_pci::rom::MAX);
-        let mut rom = Vec::new();
-        while rom.len() < len {
-            let request = Request::Rom {
-                device: device.to_owned(),
-                // At most `MAX`.
-                offset: rom.len() as u32,
-            };
-            match self.call(request, &[])? {
-                (Reply::Rom(part), _) if !part.is_empty() => rom.extend(part),
-                (other, _) => return Err(self.unexpected(&other)),
-            }
-        }
-        rom.truncate(len);
-        Ok(rom)
     }
 
     /// A device's counters.

@@ -1,5 +1,7 @@
 //! Serves a device while it is borrowed.
 
+mod checks;
+
 use std::{
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
@@ -13,7 +15,6 @@ use farside_lender_protocol::{
     Revocation,
     registers::{Access, Event},
 };
-use farside_pci::Piece;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
@@ -360,21 +361,9 @@ impl<'a> LeaseLoop<'a> {
                     self.device.poll();
                     self.device.irqs().intx_status().into()
                 }
-                Access::ConfigRead { offset, len } => {
-                    let piece = Piece::new(offset, len);
-                    let value = piece.and_then(|piece| self.device.config_read(piece));
-                    value
-                        .unwrap_or_else(|| {
-                            self.refuse_config("read", offset, len);
-                            u32::MAX
-                        })
-                        .into()
-                }
+                Access::ConfigRead { offset, len } => self.config_read(offset, len).into(),
                 Access::ConfigWrite { offset, len, value } => {
-                    let piece = Piece::new(offset, len);
-                    if !piece.is_some_and(|piece| self.device.config_write(piece, value)) {
-                        self.refuse_config("write", offset, len);
-                    }
+                    self.config_write(offset, len, value);
                     0
                 }
                 Access::Write {
@@ -401,32 +390,6 @@ impl<'a> LeaseLoop<'a> {
         }
         self.send_relayed();
         Ok(())
-    }
-
-    /// Counts a configuration access to bits that are not the borrower's, and logs the first of the lease.
-    fn refuse_config(&mut self, verb: &str, offset: u16, len: u8) {
-        self.refusals += 1;
-        if !std::mem::replace(&mut self.config_refused, true) {
-            let line = format!(
-                "device {}: VM {} may not {verb} {len} bytes at {offset:#x} of configuration space: refused, as further ones under this lease",
-                self.owner.id, self.vm
-            );
-            self.owner.home.line(Line::Refused, &line);
-        }
-    }
-
-    /// Whether a register access satisfies the contract of `bar_read` and `bar_write`.
-    fn is_valid(&mut self, bar: u8, offset: u64, len: u8) -> bool {
-        let bars = &self.device.source().described().description.bars;
-        let size = match bars.get(usize::from(bar)) {
-            Some(Some(bar)) => bar.size,
-            _ => return false,
-        };
-        matches!(len, 1 | 2 | 4 | 8)
-            && offset.is_multiple_of(u64::from(len))
-            && offset
-                .checked_add(u64::from(len))
-                .is_some_and(|end| end <= size)
     }
 
     /// Sends the relayed interrupts. If the channel is full, the rest stay in the relay, which

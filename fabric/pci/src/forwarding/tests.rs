@@ -44,9 +44,9 @@ fn rows(fields: &[Field], length: usize) -> Vec<[u8; 8]> {
             Extent::Rest => (length - field.at, u64::MAX),
         };
         for n in 0..bytes {
-            for bit in 0..8 {
+            for (bit, count) in rows[field.at + n].iter_mut().enumerate() {
                 let is_set = n >= 8 || mask >> (8 * n + bit) & 1 == 1 || mask == u64::MAX;
-                rows[field.at + n][bit] += u8::from(is_set);
+                *count += u8::from(is_set);
             }
         }
     }
