@@ -19,7 +19,8 @@ use farside_irq_relay::{
     Action, IrqCounts, IrqData, IrqEventFd, IrqIndex, IrqRange, IrqTarget, SetIrqs,
 };
 use farside_keeper::{DeviceFile, Journal, Kept, Snapshots, Words};
-use farside_lender_protocol::{Client, Described, Secret, Transport};
+use farside_lender_protocol::{BarOwner, Client, Described, Secret, Transport};
+use farside_pci::Description;
 use farside_vfio_user::{Connection, Negotiated};
 use serde::{Deserialize, Serialize};
 
@@ -34,7 +35,7 @@ use crate::{
 pub(crate) struct Saved {
     pub(crate) device: String,
     pub(crate) lender: String,
-    pub(crate) described: Described,
+    pub(crate) described: SavedDescription,
     pub(crate) transport: Transport,
     pub(crate) negotiated: Option<Negotiated>,
     pub(crate) config: Vec<u8>,
@@ -47,6 +48,46 @@ pub(crate) struct Saved {
     pub(crate) absent: bool,
     pub(crate) unplugged: bool,
     pub(crate) ram_taken: bool,
+}
+
+/// A [`Described`] as version 1 has it. Without the expansion ROM: what has one does not outlive its backend.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SavedDescription {
+    pub(crate) description: Description,
+    pub(crate) bars: BarOwner,
+    pub(crate) state: u64,
+}
+
+impl From<Described> for SavedDescription {
+    fn from(described: Described) -> Self {
+        let Described {
+            description,
+            bars,
+            state,
+            rom: _,
+        } = described;
+        Self {
+            description,
+            bars,
+            state,
+        }
+    }
+}
+
+impl From<SavedDescription> for Described {
+    fn from(saved: SavedDescription) -> Self {
+        let SavedDescription {
+            description,
+            bars,
+            state,
+        } = saved;
+        Self {
+            description,
+            bars,
+            state,
+            rom: 0,
+        }
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]

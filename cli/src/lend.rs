@@ -7,7 +7,9 @@ use farside_daemon::{Activated, DeviceId, cgroup, close_inherited, paths, ready}
 use farside_fabric::VmShare;
 use farside_lender::{
     Lender,
-    config::{Config, DeviceConfig, Model, NtbConfig, Program, Source, VfioConfig, VfsConfig},
+    config::{
+        Config, DeviceConfig, Model, NtbConfig, Program, RomConfig, Source, VfioConfig, VfsConfig,
+    },
     run_keeper, run_worker,
 };
 use farside_lender_protocol::{Address, Client};
@@ -57,6 +59,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
             function,
             force: args.force,
             allow_dirty: args.allow_dirty,
+            rom: RomConfig::default(),
         }),
         borrowers: borrowers.clone(),
     });

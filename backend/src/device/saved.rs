@@ -39,7 +39,7 @@ impl Device {
         let saved = Saved {
             device: self.settings.device.to_string(),
             lender: self.settings.lender.to_string(),
-            described: self.described.clone(),
+            described: self.described.clone().into(),
             transport: self.settings.transport,
             negotiated: self.negotiated,
             config: self.config.registers().to_vec(),

@@ -17,7 +17,7 @@ fn sample(version: u32) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-fn described() -> Described {
+fn described() -> SavedDescription {
     let bar = |size, kind, mappable| {
         Some(Bar {
             size,
@@ -50,7 +50,7 @@ fn described() -> Described {
         msix_vectors: 9,
         summary: "NVMe, 1 GiB".into(),
     };
-    Described {
+    SavedDescription {
         description,
         bars: BarOwner::Borrower,
         state: 300_000,
@@ -122,11 +122,11 @@ fn saved() -> Saved {
 /// A device that is borrowed and one that is not, by each transport.
 fn examples() -> Vec<Example> {
     let idle = |transport, bars| {
-        let Described {
+        let SavedDescription {
             description, state, ..
         } = described();
         Saved {
-            described: Described {
+            described: SavedDescription {
                 description,
                 bars,
                 state,

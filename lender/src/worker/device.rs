@@ -93,6 +93,7 @@ impl WorkerDevice {
             description,
             bars: BarOwner::Borrower,
             state,
+            rom: 0,
         };
         let device = Kind::Model(Box::new(ModelKind {
             model,
@@ -464,6 +465,13 @@ impl Available for WorkerDevice {
         match &self.device {
             Kind::Model(_) => "model",
             Kind::Function(function) => function.kind(),
+        }
+    }
+
+    fn rom(&self) -> Arc<[u8]> {
+        match &self.device {
+            Kind::Model(_) => Arc::default(),
+            Kind::Function(function) => function.rom(),
         }
     }
 

@@ -43,6 +43,7 @@ fn no_description() -> Described {
     Described {
         description,
         bars: BarOwner::Borrower,
+        rom: 0,
         state: 0,
     }
 }
