@@ -185,7 +185,9 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut CloudHypervisorFacts) -> Result<
     (set.tell)("workers are killed");
     for kill in 1..=KILLS {
         guest.wait_rounds(2)?;
-        host.exec_ok("kill -9 $(pgrep -f lease-worker)", SHORT)?;
+        // awk's own command line does not match.
+        let worker = "ps | awk '/farside [l]ease-worker/ { print $1 }'";
+        host.exec_ok(&format!("kill -9 $({worker})"), SHORT)?;
         wait_status(host, |status| Ok(restarts(status)? == Some(kill)))?;
         facts.worker_kills = kill;
     }
@@ -202,10 +204,8 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut CloudHypervisorFacts) -> Result<
     (set.tell)("backends are killed");
     for kill in 1..=KILLS {
         guest.wait_rounds(2)?;
-        host.exec_ok(
-            &format!("kill -9 $(pgrep -P $(cat /run/backend-{VM}.pid))"),
-            SHORT,
-        )?;
+        let children = format!("cat /proc/$(cat /run/backend-{VM}.pid)/task/*/children");
+        host.exec_ok(&format!("kill -9 $({children})"), SHORT)?;
         wait_status(host, |status| {
             let backend = status.0.backend(VM).and_then(|it| it.restarts);
             Ok(backend == Some(kill) && restarts(status)?.is_some())
@@ -283,9 +283,9 @@ impl<'a> Guest<'a> {
     /// Starts it by the README's command, with a kernel, an initramfs and a console.
     fn start(host: &'a Host, command: &str) -> Result<Self> {
         let command = format!(
-            "cd /tmp; export XDG_RUNTIME_DIR={RUN}; rm -f {CONSOLE}
+            "cd /tmp; export XDG_RUNTIME_DIR={RUN}
             exec {command} --kernel /tools/boot/vmlinux --initramfs /tmp/guest.cpio \
-                --cmdline \"{}\" --serial file={CONSOLE} --console off >{LOG} 2>&1",
+                --cmdline \"{}\" --serial tty --console off >{CONSOLE} 2>{LOG}",
             "console=ttyS0 quiet loglevel=5 rdinit=/check mitigations=off cryptomgr.notests nokaslr audit=0"
         );
         let vmm = host.exec_start(&command, 10 * BOOT)?;
@@ -294,9 +294,13 @@ impl<'a> Guest<'a> {
 
     /// Words after `kind` in the lines of this kind so far.
     fn lines(&self, kind: &str) -> Result<Vec<String>> {
-        let command = format!("grep -a '^{kind} ' {CONSOLE} || true");
+        let command = format!("grep -a '^{kind} ' {CONSOLE}; true");
         let text = self.host.exec_ok(&command, SHORT)?;
-        let words = |line: &str| Some(line.split_once(' ')?.1.trim().to_owned());
+        let words = |line: &str| {
+            // The last line may be incomplete.
+            let line = line.trim_end().strip_suffix(" .")?;
+            Some(line.split_once(' ')?.1.trim_end().to_owned())
+        };
         Ok(text.lines().filter_map(words).collect())
     }
 

@@ -15,6 +15,10 @@ until [ -b $disk ] || [ $tries = 300 ]; do
 done
 [ -b $disk ] || dmesg | tail -n 20
 
+# A line is complete when it ends with a dot.
+report() {
+    echo "$* ."
+}
 # 1 MiB at each MiB but the first one.
 sum() {
     dd if=$disk bs=64k skip=$((16 * $1)) count=16 iflag=direct 2>/dev/null | sha256sum | cut -c -64
@@ -23,7 +27,7 @@ errors() {
     dmesg | grep -iE 'I/O error|I/O tag|timeout|abort|controller is down|reset' | grep -i nvme
 }
 
-echo "FOUND $(sum 1) $(cat /sys/block/nvme0n1/device/model)"
+report "FOUND $(sum 1) $(cat /sys/block/nvme0n1/device/model)"
 round=0
 while :; do
     case $(dd if=$disk bs=4k count=1 iflag=direct 2>/dev/null | tr -d '\0') in
@@ -36,21 +40,21 @@ while :; do
         break ;;
     esac
     round=$((round + 1))
-    at=$((1 + round % 31))
+    at=$((1 + (round - 1) % 31))
     dd if=/dev/urandom of=/tmp/noise bs=64k count=16 2>/dev/null
     written=$(sha256sum </tmp/noise | cut -c -64)
     if ! dd if=/tmp/noise of=$disk bs=64k seek=$((16 * at)) oflag=direct conv=fsync,notrunc 2>/tmp/dd; then
-        echo "FAILED write of round $round: $(cat /tmp/dd)"
+        report "FAILED write of round $round: $(cat /tmp/dd)"
     fi
     read=$(sum $at)
     if [ "$written" = "$read" ]; then
-        echo "ROUND $round"
+        report "ROUND $round"
     else
-        echo "FAILED round $round: $written written, $read read"
+        report "FAILED round $round: $written written, $read read"
     fi
 done
-echo "LOG $(errors | wc -l) lines on errors"
+report "LOG $(errors | wc -l) lines on errors"
 errors
-grep nvme0q /proc/interrupts | awk '{ sum += $2 } END { print "INTERRUPTS", sum }'
-echo "KEPT $(sum 1)"
+report "INTERRUPTS $(grep nvme0q /proc/interrupts | awk '{ sum += $2 } END { print sum }')"
+report "KEPT $(sum 1)"
 busybox $action
