@@ -165,7 +165,8 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut CloudHypervisorFacts) -> Result<
         (cat /tools/boot/nested.cpio; echo check | busybox cpio -o -H newc) >/tmp/guest.cpio
         cloud-hypervisor --version"
     );
-    facts.version = host.exec_ok(&prepare, SHORT)?.trim().to_owned();
+    let printed = host.exec_ok(&prepare, SHORT)?;
+    facts.version = printed.lines().next().unwrap_or_default().to_owned();
     let mut lender = host.start_lender(commands.lend)?;
     let backend = host.start_backend(VM, DEVICE, commands.serve)?;
 
