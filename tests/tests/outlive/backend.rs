@@ -15,10 +15,26 @@ use farside_scripted_vmm::{
     ram::{Layout, Ram},
     vectors::Vectors,
 };
-use farside_tests::{Cluster, MIB};
+use farside_tests::{Cluster, Daemon, MIB};
 use rustix::process::{Signal, kill_process};
 
-use super::{Random, TIMEOUT, kills, lend, print, under_load};
+use super::{Random, Story, TIMEOUT, kills, lend, print, under_load, workers};
+
+/// Waits until the backend after `kills` of them has its device.
+fn wait_next(cluster: &Cluster, keeper: &Daemon, kills: u64) {
+    // It may not have its sockets yet.
+    let deadline = Instant::now() + TIMEOUT;
+    let goes_on = || {
+        let status = cluster.status().ok()?;
+        let restarts = status.0.backend("a")?.restarts?;
+        let connection = status.borrow("a", "disk0").ok()?.connection?;
+        Some(restarts >= kills && connection.state == ConnectionState::Connected)
+    };
+    while goes_on() != Some(true) {
+        assert!(Instant::now() < deadline, "{}", keeper.log());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
 
 fn kill_backends(doorbells: Doorbells, count: u64) {
     let cluster = Cluster::new().unwrap();
@@ -35,18 +51,7 @@ fn kill_backends(doorbells: Doorbells, count: u64) {
             };
             kills.push(Instant::now());
             kill_process(backend, Signal::KILL).unwrap();
-            // The next backend may not have its sockets yet.
-            let deadline = Instant::now() + TIMEOUT;
-            let goes_on = || {
-                let status = cluster.status().ok()?;
-                let restarts = status.0.backend("a")?.restarts?;
-                let connection = status.borrow("a", "disk0").ok()?.connection?;
-                Some(restarts >= round && connection.state == ConnectionState::Connected)
-            };
-            while goes_on() != Some(true) {
-                assert!(Instant::now() < deadline, "{}", keeper.log());
-                std::thread::sleep(Duration::from_millis(2));
-            }
+            wait_next(&cluster, &keeper, round);
         }
         kills
     });
@@ -61,6 +66,52 @@ fn a_backend_that_is_killed_under_load_costs_a_pause() {
 #[test]
 fn a_backend_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause() {
     kill_backends(Doorbells::Buffer, kills() as u64);
+}
+
+/// Backend and worker, in either order and with a pause between them or without one.
+fn kill_both(doorbells: Doorbells, count: u64) {
+    let cluster = Cluster::new().unwrap();
+    let _story = Story(&cluster);
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let lender = lend(&cluster, &image);
+    let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
+    let keeper = serve.start().unwrap();
+    let pauses = under_load(&cluster, doorbells, |mut random, progress| {
+        let mut kills = Vec::new();
+        for round in 1..=count {
+            progress.wait(&mut random, Duration::from_millis(50));
+            let [backend] = keeper.children()[..] else {
+                panic!("the keeper has one child");
+            };
+            let [worker] = workers(&lender)[..] else {
+                panic!("one worker does the I/O");
+            };
+            let mut both = [backend, worker];
+            if random.below(2) == 0 {
+                both.reverse();
+            }
+            kills.push(Instant::now());
+            kill_process(both[0], Signal::KILL).unwrap();
+            if random.below(2) == 0 {
+                std::thread::sleep(Duration::from_micros(random.below(30_000)));
+            }
+            // A worker whose backend is gone ends.
+            let _ = kill_process(both[1], Signal::KILL);
+            wait_next(&cluster, &keeper, round);
+        }
+        kills
+    });
+    print(&format!("backend and worker, {doorbells:?}"), pauses);
+}
+
+#[test]
+fn a_backend_and_its_worker_that_are_killed_at_once_cost_a_pause() {
+    kill_both(Doorbells::Registers, kills() as u64);
+}
+
+#[test]
+fn a_backend_and_its_worker_that_are_killed_at_once_with_a_doorbell_buffer_cost_a_pause() {
+    kill_both(Doorbells::Buffer, kills() as u64);
 }
 
 /// Descriptors of a process.
