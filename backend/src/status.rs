@@ -24,7 +24,7 @@ use farside_keeper::Kept;
 const MAX_PEERS: usize = 16;
 
 /// What a backend without its keeper cannot do any more, and the remedy.
-const NO_KEEPER: &str = "its keeper has ended: its devices go on, but if it is killed, too, the VM loses them; stop the VM when that suits, and restart the backend";
+const NO_KEEPER: &str = "its keeper and the spare one have ended: its devices go on, but if it is killed, too, the VM loses them; stop the VM when that suits, and restart the backend";
 
 /// The status socket on the event loop.
 pub(crate) struct StatusServer {
@@ -92,6 +92,7 @@ impl StatusServer {
             pid: std::process::id(),
             problem: self.problem().map(str::to_owned),
             restarts: self.kept.restarts(),
+            keeper_restarts: self.kept.replaced(),
             devices: self.served.reports(),
         })
     }

@@ -175,6 +175,10 @@ impl Lender {
         self.child.wait().expect("a child");
     }
 
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
     /// Kills it, and returns a descriptor of its worker of a device.
     fn kill(mut self, device: &str) -> Worker {
         let worker = Worker(self.worker(device));
@@ -547,31 +551,72 @@ fn nobody_else_reaches_the_keeper() {
     }
 }
 
+fn keeper_of(lender: &Lender) -> Option<Pid> {
+    let is_keeper = |pid: &i32| {
+        let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline"));
+        arguments.is_ok_and(|it| it.contains("lease-keeper"))
+    };
+    lender
+        .children()
+        .into_iter()
+        .find(is_keeper)
+        .and_then(Pid::from_raw)
+}
+
 #[test]
-fn leases_whose_keeper_is_gone_end_with_the_lender() {
+fn leases_whose_keeper_is_killed_have_another_one() {
     let host = Host::new();
     let lender = host.lend();
-    let (mut client, mut lease) = host.borrow("dma0", "web1");
-    let worker = lender.worker("dma0");
-    for pid in lender.children() {
-        let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline"));
-        if arguments.is_ok_and(|it| it.contains("lease-keeper")) {
-            let pid = Pid::from_raw(pid).expect("a number");
-            kill_process(pid, Signal::KILL).expect("a process");
-            Worker(pid).wait();
-        }
-    }
-    client.reset().expect("an answer");
-    // The next lease has another keeper.
+    let (_client, mut lease) = host.borrow("dma0", "web1");
     let (_other, mut others) = host.borrow("dma1", "web2");
     let (_disk, mut disk_lease) = host.borrow_and_keep("web2");
+    let worker = lender.worker("dma0");
+    for round in 1..=3 {
+        let keeper = keeper_of(&lender).expect("a keeper");
+        kill_process(keeper, Signal::KILL).expect("a process");
+        let deadline = Instant::now() + DEADLINE;
+        while lender
+            .log()
+            .matches("another process keeps 3 leases")
+            .count()
+            < round
+        {
+            assert!(Instant::now() < deadline, "{}", lender.log());
+        }
+    }
+    let keeper = keeper_of(&lender).expect("a keeper");
+    let _ = lender.kill("dma0");
+    register(&mut lease);
+    let lender = host.lend();
+    for (device, vm) in [("dma0", "web1"), ("dma1", "web2"), ("disk0", "web2")] {
+        assert_eq!(host.holder(device).as_deref(), Some(vm));
+    }
+    register(&mut lease);
+    register(&mut others);
+    register(&mut disk_lease);
+    Worker(worker).assert_lives();
+    // Of a keeper that a former lender has started.
+    kill_process(keeper, Signal::KILL).expect("a process");
+    lender.wait_log("another process keeps 3 leases");
+    drop(lender);
+    let _lender = host.lend();
+    assert_eq!(host.holder("dma0").as_deref(), Some("web1"));
+    register(&mut lease);
+}
+
+#[test]
+fn leases_end_with_the_lender_if_their_keeper_has_ended_before() {
+    let host = Host::new();
+    let lender = host.lend();
+    let (_client, mut lease) = host.borrow("dma0", "web1");
+    let worker = lender.worker("dma0");
+    let keeper = keeper_of(&lender).expect("a keeper");
+    // It starts no other one any more.
+    kill_process(lender.pid(), Signal::STOP).expect("a process");
+    kill_process(keeper, Signal::KILL).expect("a process");
     let _ = lender.kill("dma0");
     assert_closed(&mut lease);
     Worker(worker).wait();
-    register(&mut others);
-    register(&mut disk_lease);
     let _lender = host.lend();
-    assert_eq!(host.holder("disk0").as_deref(), Some("web2"));
-    assert_eq!(host.holder("dma1").as_deref(), Some("web2"));
     assert_eq!(host.holder("dma0"), None);
 }

@@ -233,11 +233,13 @@ fn status_is_documented() {
         pid: 7,
         problem: Some("its helper process has ended".to_owned()),
         restarts: Some(1),
+        keeper_restarts: Some(1),
         devices: vec![borrowed, idle, connected],
     };
     let without_problem = BackendReport {
         problem: None,
         restarts: None,
+        keeper_restarts: None,
         ..backend.clone()
     };
     let lender = LenderReport {

@@ -41,6 +41,9 @@ pub struct BackendReport {
     /// How often its keeper has started it again. `None` without a keeper.
     #[serde(default)]
     pub restarts: Option<u64>,
+    /// How often its keeper has ended and another process has taken its place. `None` without a keeper.
+    #[serde(default)]
+    pub keeper_restarts: Option<u64>,
     /// The devices that it serves.
     pub devices: Vec<DeviceReport>,
 }
