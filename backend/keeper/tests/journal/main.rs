@@ -435,8 +435,6 @@ fn tries() {
     journal.end_try();
     journal = again().journal().unwrap();
     assert_eq!(journal.begin_try(), 1);
-    journal.end();
-    assert_eq!(journal.begin_try(), 1);
 }
 
 /// Has a process of [`by_sigkill`] serve the exchanges of this seed.
@@ -531,7 +529,6 @@ fn by_sigkill() {
         .stdin(Stdio::from(OwnedFd::from(socket)))
         .stdout(Stdio::null())
         .stderr(Stdio::piped());
-    // Whose parent has ended, is this one's child.
     set_child_subreaper(Some(getpid())).unwrap();
     let mut keeper = command.spawn().unwrap();
     drop(command);
