@@ -78,8 +78,6 @@ const ALLOWED: &[i64] = &[
     libc::SYS_pwrite64,
     // Answered with ENOSYS by the other filter.
     libc::SYS_clone3,
-    // Whether its keeper lives.
-    libc::SYS_getppid,
     // What it is and may do.
     libc::SYS_capget,
     libc::SYS_getegid,

@@ -25,7 +25,7 @@ use farside_keeper::{Kept, RECORDS};
 const MAX_PEERS: usize = 16;
 
 /// What a backend without its keeper cannot do any more, and the remedy.
-const NO_KEEPER: &str = "its keeper has ended: its devices go on, but if it is killed, too, the VM loses them; stop the VM when that suits, and restart the backend";
+const NO_KEEPER: &str = "its keeper and the spare one have ended: its devices go on, but if it is killed, too, the VM loses them; stop the VM when that suits, and restart the backend";
 
 /// The status socket on the event loop.
 pub(crate) struct StatusServer {
@@ -96,6 +96,7 @@ impl StatusServer {
             farside: Some(FARSIDE.to_owned()),
             records_version: self.kept.restarts().map(|_| RECORDS.version()),
             protocol_version: Some(farside_lender_protocol::VERSION),
+            keeper_restarts: self.kept.replaced(),
             devices: self.served.reports(),
         })
     }

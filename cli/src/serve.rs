@@ -9,8 +9,9 @@ use std::{
 
 use anyhow::Context;
 use farside_backend::{Backend, Config, Helper, Interrupts, Past, ReleaseHook, serve_backend};
-use farside_daemon::{Activated, Wakeup, paths};
+use farside_daemon::{Activated, VmName, Wakeup, paths, raise_open_files};
 use farside_fabric::pin::PinPolicy;
+use farside_keeper::{Former, Options};
 use farside_vm_config::{DeviceConfig, HostConfig, VmConfig};
 
 use crate::{
@@ -26,15 +27,30 @@ const LOST_AFTER: u64 = 300;
 
 /// Time in which a start ends at a signal: the process has 5 s.
 const STOP_TIMEOUT: Duration = Duration::from_secs(3);
+const NO_VM: &str = "no VM given: use --vm NAME";
 
 /// QEMU's default `x-msg-timeout`.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
-    let activated = Activated::from_env()?;
+    let mut activated = Activated::from_env()?;
     if !args.keeper {
         return serve(args, activated, Past::default());
     }
+    let socket = paths::keeper_socket(&name(&args)?);
+    raise_open_files();
+    let former = Former::take(&socket)?;
+    if let Some(highest) = former.highest() {
+        activated
+            .move_above(highest)
+            .context("cannot keep the service manager's sockets")?;
+    }
+    let options = Options {
+        former,
+        announce: &farside_daemon::ready,
+        took_over: &farside_daemon::took_over,
+        patience: args.stop_within.map(Duration::from_secs),
+    };
     let backend = |kept| {
         // The service manager listens to the process that it has started.
         farside_daemon::end_notices();
@@ -46,11 +62,20 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
             }
         }
     };
-    let ended = farside_keeper::keep(backend, farside_daemon::ready);
-    match ended.context("cannot start the backend's process")? {
+    match farside_keeper::keep(backend, options)? {
         0 => Ok(()),
         code => std::process::exit(code.into()),
     }
+}
+
+/// The name of the VM.
+fn name(args: &Serve) -> anyhow::Result<VmName> {
+    let named = match (&args.vm, &args.config) {
+        (Some(vm), _) => Some(vm.clone()),
+        (None, Some(path)) => VmConfig::load(path)?.name,
+        (None, None) => None,
+    };
+    named.context(NO_VM)
 }
 
 fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
@@ -65,10 +90,7 @@ fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
             }
         }
     };
-    let vm = args
-        .vm
-        .or(file.name.take())
-        .context("no VM given: use --vm NAME")?;
+    let vm = args.vm.or(file.name.take()).context(NO_VM)?;
     farside_migration::may_run(&farside_migration::LocalHost, &vm)?;
     let more = args.devices.into_iter().map(DeviceConfig::from);
     file.devices.extend(more);

@@ -155,6 +155,9 @@ fn write(text: &mut String, status: &Status, hidden: bool) -> fmt::Result {
         if let Some(restarts @ 1..) = backend.restarts {
             writeln!(text, "  started again {restarts} times")?;
         }
+        if let Some(restarts @ 1..) = backend.keeper_restarts {
+            writeln!(text, "  its keeper was replaced {restarts} times")?;
+        }
         if let Some(problem) = &backend.problem {
             writeln!(text, "  problem: {problem}")?;
         }

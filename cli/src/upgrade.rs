@@ -286,6 +286,7 @@ mod tests {
             pid: 1,
             problem: None,
             restarts: Some(0),
+            keeper_restarts: Some(0),
             farside: Some("9.1.0".into()),
             records_version: Some(RECORDS.version()),
             protocol_version: Some(protocol),

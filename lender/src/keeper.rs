@@ -19,6 +19,7 @@ mod look;
 mod process;
 
 use std::{
+    collections::BTreeMap,
     fs, io, mem,
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
@@ -27,10 +28,10 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Stdio},
     sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use farside_daemon::{OwnedListener, SocketKind, paths, peer_credentials};
+use farside_daemon::{OwnedListener, SocketKind, Wakeup, paths, peer_credentials};
 use farside_error_chain::Chain;
 use farside_hand_over::{Format, Unreadable};
 use farside_lender_protocol::{Address, Channel, ChannelError, MAX_DEVICES};
@@ -60,6 +61,10 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Timeout for a keeper to end its workers. Longer than a worker's end may take.
 const END_TIMEOUT: Duration = Duration::from_secs(6);
+
+/// So many starts of a keeper in [`SOON`] are too many.
+const MOST_STARTS: usize = 20;
+const SOON: Duration = Duration::from_secs(10);
 
 /// Most descriptors of a lease.
 const MAX_FDS: usize = 8;
@@ -114,9 +119,29 @@ pub(crate) struct Found {
     pub(crate) fds: Vec<OwnedFd>,
 }
 
+/// Descriptors that the next broker needs in any case: the worker's process, its channels and its log.
+const NEEDED: usize = 4;
+
+impl Found {
+    /// How many of the descriptors are of use to the worker alone: those of a model beyond the first.
+    fn with_worker(&self) -> usize {
+        match crate::worker::needs_broker(&self.lease) {
+            true => 0,
+            false => self.fds.len().saturating_sub(NEEDED),
+        }
+    }
+}
+
+fn duplicates<'a>(fds: impl Iterator<Item = BorrowedFd<'a>>) -> io::Result<Vec<OwnedFd>> {
+    fds.map(|fd| fd.try_clone_to_owned()).collect()
+}
+
 /// Why the leases of a former broker are not taken.
 #[derive(Debug, thiserror::Error)]
 pub enum TakeError {
+    /// An eventfd cannot be created.
+    #[error("cannot watch what keeps leases")]
+    System(#[source] io::Error),
     /// It lives.
     #[error(
         "another lender has these devices and lives: stop it, or name another socket (--socket)"
@@ -146,13 +171,15 @@ pub enum TakeError {
     },
 }
 
-/// The broker's side of its keeper, which is started with the first lease.
+/// The broker's side of its keeper, which is started with the first lease, and again when it has ended.
 #[derive(Debug)]
 pub(crate) struct Keeper {
     /// Without one nothing is kept.
     program: Option<Program>,
     path: PathBuf,
     state: Mutex<State>,
+    /// Raised when [`Keeper::watched`] is another one.
+    started: Wakeup,
 }
 
 #[derive(Debug)]
@@ -161,6 +188,33 @@ struct State {
     /// The process, unless a former broker has started it.
     process: Option<Child>,
     next: u64,
+    /// What the keeper has, for the next one.
+    leases: BTreeMap<u64, Kept>,
+    starts: Vec<Instant>,
+    /// One has ended, and no other one was started.
+    is_lost: bool,
+}
+
+#[derive(Debug)]
+struct Kept {
+    lease: Vec<u8>,
+    fds: Vec<OwnedFd>,
+    with_worker: usize,
+}
+
+impl Kept {
+    fn message(&self, id: u64) -> ToKeeper {
+        ToKeeper::Keep {
+            id,
+            lease: self.lease.clone(),
+            with_worker: self.with_worker,
+        }
+    }
+
+    fn send(&self, id: u64, channel: &mut Channel) -> Result<(), ChannelError> {
+        let fds: Vec<_> = self.fds.iter().map(AsFd::as_fd).collect();
+        channel.send(&self.message(id), &fds, TIMEOUT)
+    }
 }
 
 impl Keeper {
@@ -172,6 +226,7 @@ impl Keeper {
         socket: &Path,
         program: Option<Program>,
     ) -> Result<(Self, Vec<Found>), TakeError> {
+        let started = Wakeup::new().map_err(TakeError::System)?;
         let path = path(socket);
         let program = program.filter(|program| program.keeper.is_some());
         let (mut channel, mut found) = (None, Vec::new());
@@ -184,15 +239,27 @@ impl Keeper {
             }
         }
         let next = found.iter().map(|lease| lease.id + 1).max();
+        let leases = found.iter().filter_map(|found| {
+            let kept = Kept {
+                lease: found.lease.clone(),
+                fds: duplicates(found.fds.iter().map(AsFd::as_fd)).ok()?,
+                with_worker: found.with_worker(),
+            };
+            Some((found.id, kept))
+        });
         let state = State {
             channel,
             process: None,
             next: next.unwrap_or_default(),
+            leases: leases.collect(),
+            starts: Vec::new(),
+            is_lost: false,
         };
         let keeper = Self {
             program,
             path,
             state: Mutex::new(state),
+            started,
         };
         Ok((keeper, found))
     }
@@ -205,60 +272,72 @@ impl Keeper {
         fds: &[BorrowedFd<'_>],
         with_worker: usize,
     ) -> Option<u64> {
+        self.program.as_ref()?;
         let mut state = self.lock();
         let id = state.next;
         state.next += 1;
-        let message = |lease| ToKeeper::Keep {
-            id,
-            lease,
-            with_worker,
-        };
-        // The second time by another keeper, if the first is gone.
-        (0..2)
-            .any(|_| {
-                self.ensure_started(&mut state);
-                self.send(&mut state, lease, fds, message)
-            })
-            .then_some(id)
-    }
-
-    fn ensure_started(&self, state: &mut State) {
-        let (None, Some(program)) = (&state.channel, &self.program) else {
-            return;
-        };
-        match self.start(program) {
-            Ok((channel, process)) => {
-                state.channel = Some(channel);
-                state.process = Some(process);
-            }
-            Err(error) => log::warn!(
-                "leases end with this process: cannot start what keeps them at {}: {}",
-                self.path.display(),
-                Chain(&*error)
-            ),
+        let is_kept = self.insert(&mut state, id, lease, fds, with_worker);
+        if !is_kept {
+            state.leases.remove(&id);
         }
+        is_kept.then_some(id)
     }
 
     /// Replaces a lease and its descriptors, all of which the next broker needs.
     pub(crate) fn replace(&self, id: u64, lease: &impl Serialize, fds: &[BorrowedFd<'_>]) {
-        self.send(&mut self.lock(), lease, fds, |lease| ToKeeper::Keep {
-            id,
-            lease,
-            with_worker: 0,
-        });
+        self.insert(&mut self.lock(), id, lease, fds, 0);
+    }
+
+    fn insert(
+        &self,
+        state: &mut State,
+        id: u64,
+        lease: &impl Serialize,
+        fds: &[BorrowedFd<'_>],
+        with_worker: usize,
+    ) -> bool {
+        let kept = (|| {
+            Ok::<_, io::Error>(Kept {
+                lease: serde_json::to_vec(lease)?,
+                fds: duplicates(fds.iter().copied())?,
+                with_worker,
+            })
+        })();
+        let message = match kept {
+            Ok(kept) => {
+                let message = kept.message(id);
+                state.leases.insert(id, kept);
+                message
+            }
+            Err(error) => {
+                log::warn!("a lease ends with this process: {}", Chain(&error));
+                return false;
+            }
+        };
+        match state.channel {
+            Some(_) => self.send(state, &message, fds),
+            None => self.renew(state),
+        }
     }
 
     /// Replaces what is known of a lease.
     pub(crate) fn update(&self, id: u64, lease: &impl Serialize) {
-        self.send(&mut self.lock(), lease, &[], |lease| ToKeeper::Update {
-            id,
-            lease,
-        });
+        let mut state = self.lock();
+        let lease = match serde_json::to_vec(lease) {
+            Ok(lease) => lease,
+            Err(error) => return log::warn!("a lease ends with this process: {}", Chain(&error)),
+        };
+        if let Some(kept) = state.leases.get_mut(&id) {
+            kept.lease.clone_from(&lease);
+        }
+        self.send(&mut state, &ToKeeper::Update { id, lease }, &[]);
     }
 
     /// Forgets a lease, and closes its descriptors.
     pub(crate) fn forget(&self, id: u64) {
-        self.send(&mut self.lock(), &(), &[], |_| ToKeeper::Forget { id });
+        let mut state = self.lock();
+        state.leases.remove(&id);
+        self.send(&mut state, &ToKeeper::Forget { id }, &[]);
     }
 
     /// The lender ends, in order: no lease is left.
@@ -268,40 +347,103 @@ impl Keeper {
         }
     }
 
-    fn send(
-        &self,
-        state: &mut State,
-        lease: &impl Serialize,
-        fds: &[BorrowedFd<'_>],
-        message: impl FnOnce(Vec<u8>) -> ToKeeper,
-    ) -> bool {
+    /// What is to be polled, for [`Keeper::look_after`]: the keeper's socket, if there is one.
+    pub(crate) fn watched(&self) -> (&Wakeup, Option<OwnedFd>) {
+        let state = self.lock();
+        let socket = state.channel.as_ref().map(AsFd::as_fd);
+        let socket = socket.and_then(|socket| socket.try_clone_to_owned().ok());
+        (&self.started, socket)
+    }
+
+    /// Starts another keeper if it has ended.
+    pub(crate) fn look_after(&self) {
+        self.started.lower();
+        let mut state = self.lock();
+        // It sends nothing to a broker that has taken the leases.
+        let ended = match &mut state.channel {
+            Some(channel) => match channel.try_receive::<()>() {
+                Ok(None) => return,
+                Ok(Some(_)) => ChannelError::Closed,
+                Err(error) => error,
+            },
+            None => return,
+        };
+        self.lose(&mut state, &ended);
+        self.renew(&mut state);
+    }
+
+    fn send(&self, state: &mut State, message: &ToKeeper, fds: &[BorrowedFd<'_>]) -> bool {
         let Some(channel) = &mut state.channel else {
             return false;
         };
-        let sent = match serde_json::to_vec(lease) {
-            Ok(lease) => channel.send(&message(lease), fds, TIMEOUT),
-            Err(error) => Err(io::Error::from(error).into()),
-        };
-        match sent {
+        match channel.send(message, fds, TIMEOUT) {
             Ok(()) => true,
             Err(error @ ChannelError::TooLarge { .. }) => {
                 log::warn!("a lease ends with this process: {}", Chain(&error));
                 false
             }
             Err(error) => {
-                log::error!(
-                    "leases end with this process: what keeps them is gone: {}",
-                    Chain(&error)
-                );
-                state.channel = None;
-                if let Some(mut process) = state.process.take() {
-                    // Fails if it has ended.
-                    let _ = process.kill();
-                    let _ = process.wait();
-                }
-                false
+                self.lose(state, &error);
+                self.renew(state)
             }
         }
+    }
+
+    /// The keeper is gone.
+    fn lose(&self, state: &mut State, error: &ChannelError) {
+        log::error!("what keeps the leases is gone: {}", Chain(error));
+        state.channel = None;
+        state.is_lost = true;
+        if let Some(mut process) = state.process.take() {
+            // Fails if it has ended.
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+
+    /// Starts a keeper, which gets all leases. Returns whether it has them.
+    fn renew(&self, state: &mut State) -> bool {
+        let (Some(program), false) = (&self.program, state.leases.is_empty()) else {
+            return false;
+        };
+        let now = Instant::now();
+        state
+            .starts
+            .retain(|start| now.duration_since(*start) < SOON);
+        state.starts.push(now);
+        let failed = |error: &dyn std::error::Error| {
+            log::error!(
+                "{} leases end with this process, unless another keeper is started with the next one: cannot keep them at {}: {}",
+                state.leases.len(),
+                self.path.display(),
+                Chain(error)
+            );
+            false
+        };
+        if state.starts.len() > MOST_STARTS {
+            return failed(&io::Error::other(format!(
+                "it has ended {MOST_STARTS} times within {SOON:?}"
+            )));
+        }
+        let (mut channel, process) = match self.start(program) {
+            Ok(started) => started,
+            Err(error) => return failed(&*error),
+        };
+        for (id, kept) in &state.leases {
+            match kept.send(*id, &mut channel) {
+                Ok(()) => {}
+                Err(error @ ChannelError::TooLarge { .. }) => {
+                    log::warn!("a lease ends with this process: {}", Chain(&error));
+                }
+                Err(error) => return failed(&error),
+            }
+        }
+        if std::mem::take(&mut state.is_lost) {
+            log::info!("another process keeps {} leases", state.leases.len());
+        }
+        (state.channel, state.process) = (Some(channel), Some(process));
+        self.started.raise();
+        true
     }
 
     fn start(&self, program: &Program) -> Result<(Channel, Child), Box<dyn std::error::Error>> {

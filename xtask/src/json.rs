@@ -240,6 +240,7 @@ fn status_is_documented() {
         farside: Some("1.0.0".to_owned()),
         records_version: Some(2),
         protocol_version: Some(14),
+        keeper_restarts: Some(1),
         devices: vec![borrowed, idle, connected],
     };
     let without_problem = BackendReport {
@@ -248,6 +249,7 @@ fn status_is_documented() {
         farside: None,
         records_version: None,
         protocol_version: None,
+        keeper_restarts: None,
         ..backend.clone()
     };
     let lender = LenderReport {

@@ -50,6 +50,9 @@ pub struct BackendReport {
     /// The version of the lender protocol that it speaks.
     #[serde(default)]
     pub protocol_version: Option<u32>,
+    /// How often its keeper has ended and another process has taken its place. `None` without a keeper.
+    #[serde(default)]
+    pub keeper_restarts: Option<u64>,
     /// The devices that it serves.
     pub devices: Vec<DeviceReport>,
 }

@@ -46,6 +46,9 @@ const STATE: usize = 0;
 /// The client's socket and 1, or 0.
 const SOCKET: usize = 8;
 
+/// How often the message at the front was begun, and not ended.
+const TRIES: usize = 16;
+
 /// Words of input buffer `half`: where the call's bytes begin, then what [`Carried`] has.
 const fn input_word(half: usize, word: usize) -> usize {
     512 + half * 512 + word * 8
@@ -210,6 +213,7 @@ impl Journal {
     /// The client has gone.
     pub fn end(&mut self) {
         self.store(SOCKET, 0);
+        self.store(TRIES, 0);
         self.staged.store(0, Ordering::Release);
         for half in 0..2 {
             self.area.clear_slot(input_slot(half));
@@ -220,6 +224,19 @@ impl Journal {
         }
         self.enter(State::default());
         (self.filled, self.queued) = (0, 0..0);
+    }
+
+    /// The message at the front is about to be processed. Returns how often it was, this time included: more than once if
+    /// processes have ended in the middle of it.
+    pub fn begin_try(&mut self) -> usize {
+        let tries = self.load(TRIES).saturating_add(1);
+        self.store(TRIES, tries);
+        tries
+    }
+
+    /// This process has got through it.
+    pub fn end_try(&mut self) {
+        self.store(TRIES, 0);
     }
 
     /// What was received and is not done.

@@ -351,3 +351,13 @@ pub(crate) fn next_signal(descriptor: BorrowedFd<'_>) -> io::Result<Option<Signa
         by_process: information.ssi_code <= 0,
     }))
 }
+
+/// Has the descriptor `number`, which nothing owns but this module's callers by agreement, be what `fd` is.
+pub(crate) fn replace(fd: impl AsFd, number: RawFd) -> io::Result<()> {
+    // SAFETY: dup3(2) touches no memory. Who uses `number` expects another file there: it is a place of this crate, or has
+    // no owner.
+    match unsafe { libc::dup3(fd.as_fd().as_raw_fd(), number, libc::O_CLOEXEC) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}

@@ -221,6 +221,22 @@ impl Connection {
         }
     }
 
+    /// As [`receive`](Self::receive), with how often processes have begun with this message, this time included.
+    pub(super) fn receive_to_process(
+        &mut self,
+    ) -> Result<Option<(Message<'_>, usize)>, ConnectionError> {
+        let Some(header) = self.arrived()? else {
+            return Ok(None);
+        };
+        let tries = self.journal.begin_try();
+        Ok(Some((self.hand_out(header), tries)))
+    }
+
+    /// This process has got through the message.
+    pub(super) fn end_try(&mut self) {
+        self.journal.end_try();
+    }
+
     /// The header of the message that [`receive`](Self::receive) would return. Does
     /// not consume the message.
     ///

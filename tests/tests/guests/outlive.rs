@@ -127,6 +127,10 @@ fn child(parent: u32, argument: &str) -> anyhow::Result<Pid> {
     let children = threads.map(|thread| std::fs::read_to_string(thread.path().join("children")));
     let pids: String = children.map(Result::unwrap_or_default).collect();
     let has_it = |pid: &&str| {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm"));
+        if name.is_ok_and(|name| name.starts_with("farside-spare")) {
+            return false;
+        }
         let arguments = std::fs::read_to_string(format!("/proc/{pid}/cmdline"));
         arguments.is_ok_and(|arguments| arguments.split('\0').any(|word| word == argument))
     };

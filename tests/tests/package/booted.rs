@@ -179,20 +179,50 @@ fn comes_back(machine: &Machine) -> Result<()> {
         machine.show(BACKEND, "MainPID")? == keeper,
         "{BACKEND} has another main process"
     );
-    // By systemd. On a slow machine it may have been restarted before.
+    // The keeper, by the spare one. On a slow machine systemd may have restarted the unit before.
     let restarts = || -> Result<u32> { Ok(machine.show(BACKEND, "NRestarts")?.parse()?) };
     let restarted = restarts()?;
-    let before = (machine.show(BACKEND, "MainPID")?, machine.sh(socket)?);
-    machine.sh(&format!("kill -KILL {}", before.0))?;
-    // The socket still exists: this waits in its backlog.
-    answer(machine)?;
-    let after = (machine.show(BACKEND, "MainPID")?, machine.sh(socket)?);
+    let (socket_before, backend) = (machine.sh(socket)?, pid(machine)?);
+    machine.sh(&format!("kill -KILL {keeper}"))?;
+    machine.sh(&format!(
+        "n=0; until farside status --vm web1 | grep -q 'its keeper was replaced 1 times' \
+                 && [ $(systemctl show --value -p MainPID {BACKEND}) != {keeper} ]; do
+             n=$((n + 1)); [ $n -lt 300 ] || exit 1; sleep 0.1
+         done"
+    ))?;
+    let main = machine.show(BACKEND, "MainPID")?;
     ensure!(
-        before.0 != after.0 && before.1 == after.1,
-        "process and socket were {before:?}, are {after:?}"
+        machine.show(BACKEND, "ActiveState")? == "active" && main != "0" && main != backend,
+        "{BACKEND} has the main process {main}"
     );
-    ensure!(restarts()? > restarted, "{BACKEND} was not started again");
+    ensure!(
+        restarts()? == restarted && pid(machine)? == backend,
+        "{BACKEND} was started again"
+    );
+    // The next service takes over from the spare.
+    machine.sh("systemctl restart farside.target")?;
+    answer(machine)?;
+    let (socket_after, next) = (machine.sh(socket)?, machine.show(BACKEND, "MainPID")?);
+    ensure!(
+        next != main && socket_before == socket_after && pid(machine)? != backend,
+        "process and socket were {main} and {socket_before:?}, are {next} and {socket_after:?}"
+    );
     Ok(())
+}
+
+/// The backend's process.
+fn pid(machine: &Machine) -> Result<String> {
+    let status = machine.sh("farside status --vm web1 --json")?;
+    let word = |rest: &str| {
+        rest.split([',', '}', '\n'])
+            .next()
+            .map(str::trim)
+            .map(str::to_owned)
+    };
+    let pid = status
+        .split_once("\"pid\":")
+        .and_then(|(_, rest)| word(rest));
+    pid.with_context(|| format!("no pid in {status}"))
 }
 
 fn ends(machine: &Machine) -> Result<()> {

@@ -13,6 +13,7 @@ fn document() -> Value {
             "pid": 7,
             "problem": null,
             "restarts": 2,
+            "keeper_restarts": 1,
             "devices": [{
                 "device": "disk0",
                 "summary": "NVMe, 1 GiB",
