@@ -1,5 +1,7 @@
 //! The guest's part: memory, interrupts and a driver.
 
+mod restarts;
+
 use std::{
     fs::File,
     os::unix::fs::FileExt,
@@ -19,11 +21,14 @@ use rustix::{
 };
 use tempfile::TempDir;
 
-use super::crash::{self, Killed};
 pub use super::entries::{Cqe, OK, Sqe};
+use super::{
+    crash::{self, Killed},
+    watch::Watch,
+};
 use crate::{
     Bus, Device, Dma, Interrupts,
-    nvme::{Config, EngineChoice, Image, Nvme},
+    nvme::{Config, EngineChoice, Image, Nvme, block::faulty::Faults},
 };
 
 /// First IOVA of the guest's memory.
@@ -38,7 +43,7 @@ pub const ACQ: u64 = BASE + 0x1000;
 /// The two pages of shadow doorbells and event indexes.
 pub const SHADOWS: u64 = BASE + 0x2000;
 /// Pages of queue pairs: submission, completion, at 64 KiB each.
-const RINGS: u64 = BASE + 0x10_0000;
+pub const RINGS: u64 = BASE + 0x10_0000;
 /// Data buffers of commands.
 pub const DATA: u64 = BASE + 0x100_0000;
 /// Entries of the admin queues.
@@ -56,6 +61,7 @@ pub struct Memory {
     pub translations: u64,
     /// Bus-master enable.
     pub bus_master: bool,
+    pub watch: Option<Watch>,
 }
 
 impl Memory {
@@ -71,6 +77,7 @@ impl Memory {
             faults: Vec::new(),
             translations: 0,
             bus_master: true,
+            watch: None,
         }
     }
 
@@ -104,6 +111,10 @@ impl Dma for Memory {
 
     fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {
         self.translations += 1;
+        if let Some(watch) = &self.watch {
+            crash::point();
+            watch.translate(iova.get());
+        }
         let inside = iova
             .offset_from(Iova::new(BASE))
             .filter(|&offset| offset < SIZE as u64)
@@ -207,6 +218,8 @@ pub struct Driver {
     config: Config,
     /// The image, which the lender has open.
     lent: Image,
+    /// Of a medium that fails.
+    faults: Option<Faults>,
     /// The state of a controller that can be killed.
     pub state: Option<HostSlice>,
     /// How often it was.
@@ -250,6 +263,7 @@ impl Driver {
         Self {
             nvme: Nvme::with_image("disk0", &config, clone(&lent)).unwrap(),
             lent,
+            faults: None,
             memory: Memory::new(),
             irq: Irq::default(),
             pairs: Vec::new(),
@@ -264,26 +278,6 @@ impl Driver {
             kills: 0,
             kill_every: None,
         }
-    }
-
-    /// Has a state outlive the controller.
-    pub fn keep_state(&mut self) {
-        let size = self.nvme.state_bytes() as usize;
-        let memory = SharedMemory::anonymous(size).unwrap();
-        let state = memory.slice(0, size).unwrap();
-        assert!(!self.nvme.set_state(state.clone(), false).unwrap());
-        self.state = Some(state);
-    }
-
-    /// Starts another controller in place of one that was killed.
-    pub fn restart(&mut self) {
-        self.kills += 1;
-        self.irq.line = false;
-        let image = clone(&self.lent);
-        self.nvme = Nvme::with_image("disk0", &self.config, image).unwrap();
-        let state = self.state.clone().unwrap();
-        self.nvme.set_state(state, true).unwrap();
-        crash::after(self.kill_every);
     }
 
     /// Enabled, with one I/O pair of 64 entries.
@@ -464,7 +458,13 @@ impl Driver {
 
     /// The next completion of queue `at`, without ringing.
     pub fn peel(&mut self, at: usize) -> Option<Cqe> {
-        let pair = &mut self.pairs[at];
+        let mut pair = self.pairs[at];
+        let cqe = self.look(&mut pair);
+        self.pairs[at] = pair;
+        cqe
+    }
+
+    fn look(&self, pair: &mut Pair) -> Option<Cqe> {
         let slot = pair.cq + u64::from(pair.head) * 16;
         let raw = self.memory.get(slot, 16);
         let word = |at: usize| u16::from_le_bytes([raw[at], raw[at + 1]]);
