@@ -88,8 +88,6 @@ struct Watched {
     replay: VecDeque<Id>,
     /// Why nothing may be accessed.
     quiet: Option<&'static str>,
-    /// The controller is being shut down: it flushes.
-    shutdown: bool,
     /// Commands that were executed again.
     replayed: u64,
     /// The last events, for a test that fails.
@@ -157,15 +155,10 @@ impl Watch {
         it.in_flight.clear();
         it.tags.clear();
         it.replay.clear();
-        it.shutdown = false;
     }
 
     pub fn set_quiet(&self, why: Option<&'static str>) {
         self.lock().quiet = why;
-    }
-
-    pub fn shut_down(&self) {
-        self.lock().shutdown = true;
     }
 
     /// A process was killed, and another one goes on. The guest can see the completions of `done`.
@@ -211,12 +204,7 @@ impl Watch {
         };
         let found = it.in_flight.iter().find(|(_, command)| is_it(command));
         let Some(id) = found.map(|(id, _)| *id) else {
-            let is_flush = it.shutdown && *access == Access::Sync && it.replay.is_empty();
-            assert!(
-                is_flush,
-                "forbidden: {access:?} without a command in flight"
-            );
-            return;
+            panic!("forbidden: {access:?} without a command in flight");
         };
         if let Some(next) = it.replay.pop_front() {
             assert_eq!(
@@ -250,10 +238,7 @@ impl Watch {
             panic!("forbidden: {access:?} of a device that is {why}");
         }
         let of_tag = it.tags.get(&tag).and_then(|id| it.in_flight.get(id));
-        let is_known = match of_tag {
-            Some(command) => command.effect.goes_on_with(*access),
-            None => it.shutdown && *access == Access::Sync,
-        };
+        let is_known = of_tag.is_some_and(|command| command.effect.goes_on_with(*access));
         assert!(is_known, "forbidden: {access:?} after its command's end");
     }
 
