@@ -98,9 +98,14 @@ pub(crate) struct Test {
 /// the command that repeats a round.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Soak {
-    /// How long a round may begin, minutes.
-    #[arg(long, value_name = "MINUTES", default_value_t = 60)]
-    pub(crate) minutes: u64,
+    /// How long a round may begin, minutes: 60 unless given. With --only, also how long such a round as
+    /// many-vms (60) and one-guest (30) lasts.
+    #[arg(long, value_name = "MINUTES")]
+    pub(crate) minutes: Option<u64>,
+    /// Only this round: migration, properties, simulation, fuzz, miri, hotplug, loss, crowd, canaries,
+    /// outlive, many-vms or one-guest.
+    #[arg(long, value_name = "ROUND")]
+    pub(crate) only: Option<String>,
 }
 
 /// Runs the fuzz targets of tests/fuzz, one after the other, until one fails, which leaves the input

@@ -6,6 +6,7 @@
 //! each process is killed, 50 if it is not set.
 
 mod backend;
+mod many;
 
 use std::{
     fs,

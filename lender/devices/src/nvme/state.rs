@@ -12,8 +12,8 @@
 //!
 //! # Order of stores
 //!
-//! Fetching a command: its entry, with the number that it has in its queue; the entry's sequence number, which makes
-//! it valid; the queue's count of fetched commands. An entry whose number equals that count was recorded, and the
+//! Fetching a command: its entry, void meanwhile, with the number that it has in its queue; the entry's sequence number,
+//! which makes it valid; the queue's count of fetched commands. An entry whose number equals that count was recorded, and the
 //! count not yet.
 //!
 //! Completing one: the number that its completion has in the completion queue, into its entry; the completion, into
@@ -34,7 +34,10 @@
 
 pub mod saved;
 
-use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::sync::atomic::{
+    Ordering::{Relaxed, Release},
+    fence,
+};
 
 use farside_fabric::memory::HostSlice;
 use farside_hand_over::{Format, Unreadable, WRITER, decode, read_writer, writer};
@@ -206,8 +209,11 @@ impl State {
             free: all_free(),
             current: copied.current,
         };
-        for command in &restored.in_flight {
-            state.sequence = state.sequence.max(command.entry.sequence + 1);
+        // Above that of the last result, too: a later command with its number would get that result.
+        let in_flight = restored.in_flight.iter().map(|it| it.entry.sequence);
+        let answered = restored.saved.answered.map(|it| it.sequence);
+        for sequence in in_flight.chain(answered) {
+            state.sequence = state.sequence.max(sequence + 1);
         }
         let is_used = |index| restored.in_flight.iter().any(|it| it.entry.index == index);
         state.free.retain(|&index| !is_used(index));
@@ -261,6 +267,9 @@ impl State {
         };
         let at = entry_at(entry.index);
         crash_point();
+        // That of a session before: void by its owner only, which is about to change.
+        let _ = memory.store_u64(at + SEQUENCE, 0, Relaxed);
+        fence(Release);
         for (n, word) in command.chunks_exact(8).enumerate() {
             let word = u64::from_le_bytes(word.try_into().unwrap_or_default());
             let _ = memory.store_u64(at + COMMAND + n * 8, word, Relaxed);
@@ -474,7 +483,8 @@ impl<'a> Copied<'a> {
         let is_large = |it: &InFlight| {
             it.entry.sequence >= MOST || it.completion.is_some_and(|number| number >= MOST)
         };
-        if in_flight.iter().any(is_large) {
+        let is_large_answer = saved.answered.is_some_and(|it| it.sequence >= MOST);
+        if is_large_answer || in_flight.iter().any(is_large) {
             return Err(StateError::Invalid("a counter of a command is too large"));
         }
         in_flight.sort_by_key(|command| command.entry.sequence);

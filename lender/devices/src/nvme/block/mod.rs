@@ -12,6 +12,8 @@
 //! Nothing is allocated per transfer once a tag's vectors have grown.
 #![allow(unsafe_code)]
 
+#[cfg(test)]
+pub mod faulty;
 mod image;
 mod inline;
 mod lent;
@@ -212,6 +214,18 @@ impl BlockQueue {
     /// I/O on the medium of another host, for up to `depth` transfers in flight.
     pub fn remote(medium: RemoteMedium, depth: u16) -> io::Result<Self> {
         let engine = Box::new(Network::start(medium, depth)?);
+        Ok(Self::new(engine, depth, None))
+    }
+
+    /// I/O on a medium that fails as `faults` say.
+    #[cfg(test)]
+    pub fn faulty(
+        file: File,
+        faults: faulty::Faults,
+        watch: super::tests::watch::Watch,
+        depth: u16,
+    ) -> io::Result<Self> {
+        let engine = Box::new(faulty::Faulty::start(file, faults, watch)?);
         Ok(Self::new(engine, depth, None))
     }
 
