@@ -217,8 +217,8 @@ impl Use {
     fn of(pid: u32) -> Result<Self> {
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
         let line = status.lines().find(|line| line.starts_with("RssAnon:"));
-        let words = line.context("no RssAnon")?.split_whitespace();
-        let kib: u64 = words.skip(1).next().context("no number")?.parse()?;
+        let mut words = line.context("no RssAnon")?.split_whitespace();
+        let kib: u64 = words.nth(1).context("no number")?.parse()?;
         Ok(Self {
             resident: kib << 10,
             descriptors: fs::read_dir(format!("/proc/{pid}/fd"))?.count(),
