@@ -79,6 +79,15 @@ impl RegisterLog {
         self.words.set(MARK, mark | self.done);
     }
 
+    /// Another message is processed: the one whose writes are kept will not be processed again. Turns are few, so that one
+    /// that comes later has the same.
+    pub(crate) fn other_message(&mut self) {
+        self.done = 0;
+        if self.words.get(MARK) != 0 {
+            self.words.set(MARK, 0);
+        }
+    }
+
     /// Whether the process before has kept the next write of the message.
     fn is_repeated(&mut self) -> bool {
         let is_repeated = self.done > 0;
@@ -270,6 +279,17 @@ mod tests {
     fn received(channel: &mut Channel) -> Vec<Access> {
         let next = || channel.receive(Duration::ZERO).ok();
         std::iter::from_fn(next).map(|(access, _)| access).collect()
+    }
+
+    #[test]
+    fn a_message_of_a_turn_that_comes_again_is_another_one() {
+        let mut log = log();
+        log.message(5);
+        assert!(log.wait(write(7)));
+        log.other_message();
+        log.message(5);
+        assert!(log.wait(write(8)));
+        assert_eq!(log.len(), 2);
     }
 
     #[test]

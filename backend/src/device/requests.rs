@@ -248,14 +248,18 @@ impl Device {
 
 impl Handler for Device {
     fn refused(&mut self, refusal: &Refusal) {
+        self.log.other_message();
         self.client_log.refused(&self.name(), refusal);
     }
 
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
         self.ram_taken &= matches!(request, Request::DmaUnmap(_));
         self.records.is_dirty |= changes_state(&request);
-        if let Request::RegionWrite(_) | Request::RegionWriteMulti(_) = request {
-            self.log.message(self.records.turn());
+        match request {
+            Request::RegionWrite(_) | Request::RegionWriteMulti(_) => {
+                self.log.message(self.records.turn());
+            }
+            _ => self.log.other_message(),
         }
         match request {
             Request::Version(negotiated) => {

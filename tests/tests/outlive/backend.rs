@@ -68,6 +68,31 @@ fn a_backend_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause() {
     kill_backends(Doorbells::Buffer, kills() as u64);
 }
 
+/// What tells a message that is processed again from another one is a number that comes again.
+#[test]
+fn no_register_write_is_lost_however_many_reads_are_between_two() {
+    /// Admin queue attributes (NVM Express 1.4, 3.1.8), whose bits are plain while the controller is disabled.
+    const AQA: u64 = 0x24;
+    let cluster = Cluster::new().unwrap();
+    let _story = Story(&cluster);
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let _lender = lend(&cluster, &image);
+    let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
+    let _keeper = serve.start().unwrap();
+    let socket = cluster.directory().join("vm/a/disk0.sock");
+    let mut device = Device::connect(&socket, TIMEOUT).unwrap();
+    device.reset().unwrap();
+    pci::place_bars(&mut device).unwrap();
+    pci::set_command(&mut device, pci::MEMORY).unwrap();
+    for reads in (100..140).chain(240..270) {
+        device.store(0, AQA, reads).unwrap();
+        for read in 0..reads {
+            let found = device.load(0, AQA).unwrap();
+            assert_eq!(found, reads, "read {read} after the write");
+        }
+    }
+}
+
 /// Backend and worker, in either order and with a pause between them or without one.
 fn kill_both(doorbells: Doorbells, count: u64) {
     let cluster = Cluster::new().unwrap();

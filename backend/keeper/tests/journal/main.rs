@@ -422,18 +422,22 @@ fn between_calls() {
 
 /// A message that ends its process is told from others.
 fn tries() {
-    let file = DeviceFile::new().unwrap();
+    let mut file = DeviceFile::new().unwrap();
     let mut journal = file.journal().unwrap();
     journal.begin(0);
-    let again = || DeviceFile::take_over(file.as_fd().try_clone_to_owned().unwrap()).unwrap();
+    // As the next process has it.
+    let next = |file: &DeviceFile| {
+        let left = file.as_fd().try_clone_to_owned().unwrap();
+        let file = DeviceFile::take_over(left).unwrap();
+        (file.journal().unwrap(), file)
+    };
     for tries in 1..=3 {
         assert_eq!(journal.begin_try(), tries);
-        // Its process has ended.
-        journal = again().journal().unwrap();
+        (journal, file) = next(&file);
     }
     assert_eq!(journal.begin_try(), 4);
     journal.end_try();
-    journal = again().journal().unwrap();
+    (journal, _) = next(&file);
     assert_eq!(journal.begin_try(), 1);
 }
 
