@@ -411,6 +411,7 @@ pub struct Described {
     /// [`Request::BorrowAndKeep`].
     pub state: u64,
     /// Bytes of its expansion ROM, at most [`farside_pci::rom::MAX`]; 0 if it has none. See [`Request::Rom`].
+    #[serde(default)]
     pub rom: u32,
 }
 

@@ -373,6 +373,10 @@ impl<'a> WorkerLease<'a> {
         while let Ok(request) = self.owner.requests.try_recv() {
             let (order, waiting) = match request {
                 // Of those that are dropped, the requesters hear at once.
+                DeviceRequest::Report(reply) if self.gone => {
+                    self.answer_later(Waiting::Reports(vec![reply]));
+                    continue;
+                }
                 DeviceRequest::Report(reply) => {
                     if self.wanted.len() < MAX_REQUESTS {
                         self.wanted.push(reply);
