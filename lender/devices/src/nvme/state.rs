@@ -158,7 +158,7 @@ pub enum StateError {
     #[error("the state is not that of an NVMe controller")]
     Foreign,
     /// Of a version that is not read.
-    #[error("{0}")]
+    #[error(transparent)]
     Version(#[from] Unreadable),
     /// The snapshot cannot be decoded.
     #[error("the state's snapshot is malformed")]
