@@ -422,23 +422,19 @@ fn between_calls() {
 
 /// A message that ends its process is told from others.
 fn tries() {
-    let mut file = DeviceFile::new().unwrap();
-    let mut journal = file.journal().unwrap();
-    journal.begin(0);
-    // As the next process has it.
-    let next = |file: &DeviceFile| {
+    let next = |file: DeviceFile| {
         let left = file.as_fd().try_clone_to_owned().unwrap();
-        let file = DeviceFile::take_over(left).unwrap();
-        (file.journal().unwrap(), file)
+        DeviceFile::take_over(left).unwrap()
     };
+    let mut file = DeviceFile::new().unwrap();
+    file.journal().unwrap().begin(0);
     for tries in 1..=3 {
-        assert_eq!(journal.begin_try(), tries);
-        (journal, file) = next(&file);
+        assert_eq!(file.journal().unwrap().begin_try(), tries);
+        file = next(file);
     }
-    assert_eq!(journal.begin_try(), 4);
-    journal.end_try();
-    (journal, _) = next(&file);
-    assert_eq!(journal.begin_try(), 1);
+    assert_eq!(file.journal().unwrap().begin_try(), 4);
+    file.journal().unwrap().end_try();
+    assert_eq!(next(file).journal().unwrap().begin_try(), 1);
 }
 
 /// Has a process of [`by_sigkill`] serve the exchanges of this seed.
