@@ -137,7 +137,7 @@ impl Lookup {
         let id: DeviceId = saved.device.parse().map_err(|_| invalid())?;
         let found = Found {
             lender: saved.lender.parse().map_err(|_| invalid())?,
-            described: saved.described.clone().into(),
+            described: saved.described(),
             // QEMU has it.
             rom: Vec::new(),
             transport: saved.transport,

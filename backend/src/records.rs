@@ -48,44 +48,49 @@ pub(crate) struct Saved {
     pub(crate) absent: bool,
     pub(crate) unplugged: bool,
     pub(crate) ram_taken: bool,
+    /// Bytes of its expansion ROM. Since version 2.
+    pub(crate) rom: u32,
 }
 
-/// A [`Described`] as version 1 has it. Without the expansion ROM: what has one does not outlive its backend.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+/// A [`Described`] as version 1 has it. What it has got since is beside it.
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct SavedDescription {
     pub(crate) description: Description,
     pub(crate) bars: BarOwner,
     pub(crate) state: u64,
 }
 
-impl From<Described> for SavedDescription {
-    fn from(described: Described) -> Self {
+impl SavedDescription {
+    /// With [`Saved::rom`].
+    pub(crate) fn of(described: &Described) -> (Self, u32) {
         let Described {
             description,
             bars,
             state,
-            rom: _,
-        } = described;
-        Self {
+            rom,
+        } = described.clone();
+        let saved = Self {
             description,
             bars,
             state,
-        }
+        };
+        (saved, rom)
     }
 }
 
-impl From<SavedDescription> for Described {
-    fn from(saved: SavedDescription) -> Self {
+impl Saved {
+    /// The device, as the client sees it.
+    pub(crate) fn described(&self) -> Described {
         let SavedDescription {
             description,
             bars,
             state,
-        } = saved;
-        Self {
-            description,
-            bars,
-            state,
-            rom: 0,
+        } = &self.described;
+        Described {
+            description: description.clone(),
+            bars: *bars,
+            state: *state,
+            rom: self.rom,
         }
     }
 }

@@ -23,7 +23,7 @@ use crate::{Journal, Snapshots, Words, journal, snapshots, system::Area};
 ///
 /// | version | new in it |
 /// | --- | --- |
-/// | 2 | the version of farside |
+/// | 2 | the version of farside, the size of an expansion ROM |
 pub const RECORDS: Format = Format::new("the record of a device", 2);
 
 /// The first word, but for the version.

@@ -116,6 +116,7 @@ fn saved() -> Saved {
         absent: false,
         unplugged: true,
         ram_taken: true,
+        rom: 0,
     }
 }
 
@@ -157,6 +158,23 @@ fn examples() -> Vec<Example> {
 }
 
 #[test]
+fn a_device_with_a_rom_is_the_one_that_the_lender_describes() {
+    let with_rom = Described {
+        rom: 65_536,
+        ..saved().described()
+    };
+    let (described, rom) = SavedDescription::of(&with_rom);
+    let saved = Saved {
+        described,
+        rom,
+        ..saved()
+    };
+    let left = postcard::to_stdvec(&saved).expect("a snapshot");
+    let next: Saved = decode(&left).expect("a snapshot");
+    assert_eq!(next.described(), with_rom);
+}
+
+#[test]
 fn the_format_of_snapshots_has_not_changed_without_its_version() {
     samples::is_unchanged(&sample(RECORDS.version()), &examples());
 }
@@ -181,10 +199,14 @@ fn snapshots_of_this_version_and_of_the_one_before_are_read() {
 
 #[test]
 fn a_snapshot_without_its_last_fields_has_none_of_what_they_say() {
-    let mut bytes = postcard::to_stdvec(&saved()).expect("a snapshot");
-    bytes.truncate(bytes.len() - 2);
+    let with_rom = Saved { rom: 1, ..saved() };
+    let mut bytes = postcard::to_stdvec(&with_rom).expect("a snapshot");
+    bytes.truncate(bytes.len() - 3);
     let read: Saved = decode(&bytes).expect("a snapshot");
-    assert_eq!((read.unplugged, read.ram_taken), (false, false));
+    assert_eq!(
+        (read.unplugged, read.ram_taken, read.rom),
+        (false, false, 0)
+    );
     assert_eq!((read.state, read.bars), (Some(22), vec![20, 21]));
 }
 
