@@ -112,6 +112,16 @@ impl Drop for Process {
     }
 }
 
+/// Ends a backend with a keeper, of which each process goes on without the others.
+struct WithKeeper(PathBuf);
+
+impl Drop for WithKeeper {
+    fn drop(&mut self) {
+        // Fails if it has ended.
+        let _ = farside_keeper::end(&self.0);
+    }
+}
+
 /// A lender of two devices, and a backend of one of them.
 fn start() -> (tempfile::TempDir, Process, Process) {
     let dir = tempfile::tempdir().expect("a directory");
@@ -278,6 +288,7 @@ fn a_backend_that_is_killed_after_an_upgrade_is_started_again_as_it_was() {
     let _lender = Process::start(&dir, &["lend", "--dma-test", "dma0"], "listens at");
     let args = ["serve", "--keeper", "--vm", "web1", "--device", "dma0"];
     let keeper = Process::start_of(&program, &dir, &args, "served at");
+    let _backend = WithKeeper(dir.path().join("keepers/web1"));
     let other = dir.path().join("other");
     fs::write(&other, "not a program").expect("a file");
     fs::rename(&other, &program).expect("a name");

@@ -246,6 +246,10 @@ impl Engine for Faulty {
         !self.finished.is_empty() || self.started.iter().any(|it| !it.lost)
     }
 
+    fn is_connected(&self) -> bool {
+        true
+    }
+
     fn wake_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }

@@ -174,9 +174,7 @@ trait Engine: Send {
     fn hurry(&mut self, _now: bool) {}
 
     /// Whether the medium can be reached: of another host it may not, and then operations wait.
-    fn is_connected(&self) -> bool {
-        true
-    }
+    fn is_connected(&self) -> bool;
 }
 
 /// I/O on an image, by tag.

@@ -223,6 +223,10 @@ impl Engine for Threads {
         !self.inline.is_empty() || !self.shared.state().done.is_empty()
     }
 
+    fn is_connected(&self) -> bool {
+        true
+    }
+
     fn wake_fd(&self) -> BorrowedFd<'_> {
         self.shared.wake.as_fd()
     }
