@@ -48,7 +48,6 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
     let options = Options {
         former,
         announce: &farside_daemon::ready,
-        took_over: &farside_daemon::took_over,
         patience: args.stop_within.map(Duration::from_secs),
     };
     let backend = |kept| {

@@ -66,8 +66,6 @@ pub struct Options<'a> {
     pub former: Former,
     /// Called in the keeper when the backend is [ready](Kept::ready), with its text, which has no control characters.
     pub announce: &'a dyn Fn(&str),
-    /// Called in a spare that has become the keeper because that was killed.
-    pub took_over: &'a dyn Fn(),
     /// The backend gets another SIGTERM so long after the first.
     pub patience: Option<Duration>,
 }
@@ -106,7 +104,6 @@ pub fn keep(backend: impl FnOnce(Kept) -> u8, options: Options<'_>) -> Result<u8
         root_number: left.root.as_raw_fd(),
         listener: left.listener,
         announce: options.announce,
-        took_over: options.took_over,
         patience: options.patience,
         is_first: true,
         is_leaving: false,
@@ -158,7 +155,6 @@ struct Keeper<'a> {
     /// Of the process that goes on.
     listener: ManuallyDrop<OwnedListener>,
     announce: &'a dyn Fn(&str),
-    took_over: &'a dyn Fn(),
     patience: Option<Duration>,
     /// It was started as such, and has not taken over: nobody else may have the backend.
     is_first: bool,
@@ -469,10 +465,6 @@ impl Keeper<'_> {
         }
         if let Some(signal) = Signal::from_named_raw(self.root.get(ASKED) as i32) {
             self.expect_end(signal);
-        }
-        // Otherwise the next process is the one that counts.
-        if self.root.get(LEFT) == 0 {
-            (self.took_over)();
         }
     }
 

@@ -14,7 +14,7 @@
 //! - [`SocketGroup`]: a group whose members may connect to a socket.
 //! - [`user_id`], [`user_name`], [`group_name`]: the users of this host.
 //!   [`peer_credentials`]: the user and process at the other end of a UNIX socket.
-//! - [`ready`], [`status`], [`stopping`], [`took_over`]: readiness and a status line
+//! - [`ready`], [`status`], [`stopping`]: readiness and a status line
 //!   (`sd_notify(3)`). No-ops without a service manager, and after [`end_notices`].
 //! - [`RateLimit`], [`StateLog`]: limits for log lines that peers can cause at will.
 //! - [`Wakeup`]: wakes a thread that polls.
@@ -55,6 +55,6 @@ pub use network::is_private;
 pub use open_files::{close_inherited, limit_open_files, raise_open_files};
 pub use peer::{PeerCredentials, peer_credentials};
 pub use rate_limit::{HeldBack, RateLimit, StateLog};
-pub use readiness::{end_notices, ready, status, stopping, took_over};
+pub use readiness::{end_notices, ready, status, stopping};
 pub use user::{UserError, group_name, user_id, user_name};
 pub use wakeup::Wakeup;

@@ -24,11 +24,6 @@ pub fn stopping(status: &str) {
     notify(&format!("STOPPING=1\nSTATUS={status}\n"));
 }
 
-/// Notifies the service manager that this process is the main one from now on, which has ended.
-pub fn took_over() {
-    notify(&format!("MAINPID={}\n", std::process::id()));
-}
-
 /// Notifies the service manager of nothing more: a confined process connects to nothing.
 pub fn end_notices() {
     SILENT.store(true, Ordering::Relaxed);

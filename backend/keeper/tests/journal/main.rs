@@ -488,7 +488,6 @@ fn keep_backends(seed: &str) -> ! {
     let options = Options {
         former: Former::take(&path.join("socket")).unwrap(),
         announce: &|_| (),
-        took_over: &|| (),
         patience: None,
     };
     let code = farside_keeper::keep(backend, options).unwrap();
