@@ -25,8 +25,10 @@ use rustix::{
 };
 
 use crate::{
-    RECORDS, root,
-    system::{own, replace},
+    RECORDS,
+    keep::SIGNALS,
+    root,
+    system::{Blocked, own, replace},
 };
 
 /// Timeout for each message.
@@ -77,6 +79,7 @@ pub enum HandoverError {
 /// What a former keeper of a backend has left.
 pub struct Former {
     path: PathBuf,
+    signals: Blocked,
     left: Option<Received>,
 }
 
@@ -89,6 +92,7 @@ struct Received {
 
 /// What a keeper begins with.
 pub(crate) struct Left {
+    pub(crate) signals: Blocked,
     pub(crate) root: ManuallyDrop<OwnedFd>,
     pub(crate) listener: ManuallyDrop<OwnedListener>,
     /// What the backend before has left.
@@ -98,14 +102,17 @@ pub(crate) struct Left {
 
 impl Former {
     /// Asks the keeper at `path` for all that it has, if there is one; its backend has ended then. Call it before this
-    /// process opens descriptors.
+    /// process opens descriptors. Signals wait from then on for [`keep`](crate::keep): one that ends this process meanwhile
+    /// would not end the backend.
     ///
     /// # Errors
     ///
     /// A [`HandoverError`], after which the former backend goes on.
     pub fn take(path: &Path) -> Result<Self, HandoverError> {
+        let signals = Blocked::new(&SIGNALS)?;
         let former = |left| Self {
             path: path.to_owned(),
+            signals,
             left,
         };
         let Some(peer) = find(path)? else {
@@ -135,12 +142,14 @@ impl Former {
 
     pub(crate) fn into_left(self) -> Result<Left, HandoverError> {
         let highest = self.highest();
+        let signals = self.signals;
         let Some(received) = self.left else {
             if let Some(directory) = self.path.parent() {
                 paths::create_directory(directory)?;
             }
             let listener = OwnedListener::bind(&self.path, SocketKind::SeqPacket, 4)?;
             return Ok(Left {
+                signals,
                 root: ManuallyDrop::new(root::create()?),
                 listener: ManuallyDrop::new(listener),
                 numbers: BTreeSet::new(),
@@ -165,6 +174,7 @@ impl Former {
         }
         let listener = OwnedListener::take_over(listener, &self.path, 4)?;
         Ok(Left {
+            signals,
             root,
             listener: ManuallyDrop::new(listener),
             numbers,

@@ -37,6 +37,15 @@ use crate::{
 /// Signals that are passed on to the backend.
 const PASSED: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
+/// Signals that a keeper waits for.
+pub(crate) const SIGNALS: [i32; 5] = [
+    libc::SIGTERM,
+    libc::SIGINT,
+    libc::SIGHUP,
+    libc::SIGCHLD,
+    libc::SIGUSR1,
+];
+
 /// So many restarts in [`SOON`] are too many, such as those of a guest that has found how to crash its backend.
 const MOST: usize = 100;
 const SOON: Duration = Duration::from_secs(10);
@@ -85,9 +94,8 @@ enum Outcome {
 /// Those of the system calls.
 pub fn keep(backend: impl FnOnce(Kept) -> u8, options: Options<'_>) -> Result<u8, HandoverError> {
     let left = options.former.into_left()?;
+    let signals = left.signals;
     let root = map(&*left.root)?;
-    let blocked = [&PASSED[..], &[libc::SIGCHLD, libc::SIGUSR1]].concat();
-    let signals = Blocked::new(&blocked)?;
     let reader = ManuallyDrop::new(signals.descriptor()?);
     let shared = Shared::new()?;
     shared.keeper.take()?;

@@ -200,7 +200,9 @@ fn comes_back(machine: &Machine) -> Result<()> {
         main != keeper && pid(machine)? != backend,
         "{BACKEND} was not started again"
     );
-    machine.sh("systemctl restart farside.target")?;
+    // It does not wait for the services that it restarts.
+    machine.sh("systemctl restart farside.target
+         until [ -z \"$(systemctl list-jobs --no-legend)\" ]; do sleep 0.1; done")?;
     answer(machine)?;
     let (socket_after, next) = (machine.sh(socket)?, machine.show(BACKEND, "MainPID")?);
     ensure!(
