@@ -15,7 +15,8 @@ use std::{
 use farside_backend_api::{Connection, ConnectionState};
 use farside_devices::{
     Device,
-    nvme::{Config, MediumKeeper, Notice, Nvme, Supply, remote_medium},
+    block::{MediumKeeper, Notice, Supply, remote_medium},
+    nvme::{Config, Nvme},
 };
 use farside_error_chain::Chain;
 use farside_lender::near::{Handle, Near};

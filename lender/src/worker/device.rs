@@ -11,7 +11,11 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, cgroup};
-use farside_devices::{Device, dma_test, nvme};
+use farside_devices::{
+    Device,
+    block::{Image, ImageId},
+    dma_test, nvme,
+};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
     BarOwner, Channel, ChannelError, Described, DeviceEntry, Generation, MediumLease, RamRange,
@@ -57,7 +61,7 @@ enum Kind {
 struct ModelKind {
     model: config::Model,
     /// Locked while it is open.
-    image: Option<nvme::Image>,
+    image: Option<Image>,
     described: Described,
     adapter: Adapter,
 }
@@ -189,9 +193,9 @@ impl WorkerDevice {
     }
 
     /// The medium, if it can be lent over the network.
-    pub(crate) fn medium(&self) -> Option<io::Result<nvme::ImageId>> {
+    pub(crate) fn medium(&self) -> Option<io::Result<ImageId>> {
         match &self.device {
-            Kind::Model(model) => model.image.as_ref().map(nvme::Image::id),
+            Kind::Model(model) => model.image.as_ref().map(Image::id),
             Kind::Function(_) => None,
         }
     }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, cgroup};
-use farside_devices::nvme;
+use farside_devices::block::Image;
 use farside_fabric::{
     LutRange, PeerAddress,
     soft::{Adapter, AdapterTables},
@@ -159,13 +159,13 @@ impl Adopted {
         &mut self,
         model: &config::Model,
         adapter: &Adapter,
-    ) -> Result<Option<nvme::Image>, String> {
+    ) -> Result<Option<Image>, String> {
         let image = self.image(model)?;
         self.restore(adapter.tables())?;
         Ok(image)
     }
 
-    fn image(&self, config: &config::Model) -> Result<Option<nvme::Image>, String> {
+    fn image(&self, config: &config::Model) -> Result<Option<Image>, String> {
         if self.connection.is_none() {
             // It has ended.
             return Ok(None);
@@ -191,7 +191,7 @@ impl Adopted {
                     return Err(format!("{} is another file now", now.image.display()));
                 }
                 let file = image.try_clone().map_err(|error| error.to_string())?;
-                Ok(Some(nvme::Image {
+                Ok(Some(Image {
                     file,
                     size: *size,
                     punches_holes: *punches_holes,

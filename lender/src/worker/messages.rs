@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use farside_daemon::VmName;
-use farside_devices::nvme::EngineChoice;
+use farside_devices::block::EngineChoice;
 use farside_fabric::{LutRange, NtbLimits, PeerAddress};
 use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Secret, Transport};
 use farside_medium::Secrets;

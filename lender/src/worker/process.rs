@@ -13,8 +13,9 @@ use farside_daemon::{
     raise_open_files,
 };
 use farside_devices::{
-    Device, dma_test,
-    nvme::{self, LentMedium},
+    Device,
+    block::{Image, LentMedium},
+    dma_test, nvme,
 };
 use farside_error_chain::Chain;
 use farside_fabric::{
@@ -244,7 +245,7 @@ fn create(
             size,
             punches_holes,
         } => {
-            let image = nvme::Image {
+            let image = Image {
                 file: next()?.into(),
                 size,
                 punches_holes,

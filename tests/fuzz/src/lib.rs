@@ -98,7 +98,7 @@ mod nvme_tests {
     pub(crate) mod entries;
     pub(crate) mod world;
 }
-use farside_devices::{Bus, Device, Dma, Interrupts, nvme};
+use farside_devices::{Bus, Device, Dma, Interrupts, block, nvme};
 
 #[path = "../../../backend/vfio-user/tests/support/device.rs"]
 #[allow(dead_code, reason = "those tests use the rest")]

@@ -23,7 +23,8 @@ use super::crash::{self, Killed};
 pub use super::entries::{Cqe, OK, Sqe};
 use crate::{
     Bus, Device, Dma, Interrupts,
-    nvme::{Config, EngineChoice, Image, Nvme},
+    block::{EngineChoice, Image},
+    nvme::{Config, Nvme},
 };
 
 /// First IOVA of the guest's memory.

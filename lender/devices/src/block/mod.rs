@@ -15,7 +15,9 @@
 mod image;
 mod inline;
 mod lent;
+pub(crate) mod medium;
 mod network;
+pub(crate) mod serial;
 mod threads;
 mod transfer;
 mod uring;
@@ -40,6 +42,7 @@ use serde::{Deserialize, Serialize};
 pub use image::{Image, ImageAccess, ImageError, ImageId};
 pub use lent::{Ended, LentMedium, Turn};
 pub use network::{MediumKeeper, Notice, RemoteMedium, Supply, remote_medium};
+pub use serial::SERIAL_LEN;
 
 use inline::Inline;
 use network::Network;
@@ -59,6 +62,9 @@ pub enum EngineChoice {
     /// A small pool of threads with `preadv` and `pwritev`.
     Threads,
 }
+
+/// Most transfers in flight of a model.
+pub const DEPTH: u16 = 1028;
 
 /// Identifies a transfer; below the queue's depth.
 pub type Tag = u16;
