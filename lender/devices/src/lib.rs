@@ -14,6 +14,10 @@ pub mod block;
 pub mod bus;
 pub mod dma_test;
 pub mod nvme;
+pub mod virtio;
+
+#[cfg(test)]
+mod test_bus;
 
 pub use bus::{Bus, Dma, Interrupts};
 

@@ -90,7 +90,10 @@ mod crashes {
 }
 use crashes::{live_world, world};
 
-/// A guest's memory and NVMe driver, from the tests of the model.
+/// A guest's memory and drivers, from the tests of the models.
+#[path = "../../../lender/devices/src/test_bus.rs"]
+#[allow(dead_code, reason = "those tests use the rest")]
+mod test_bus;
 #[path = "../../../lender/devices/src/nvme/tests"]
 #[allow(dead_code, reason = "those tests use the rest")]
 mod nvme_tests {
