@@ -66,6 +66,13 @@ struct ModelKind {
     adapter: Adapter,
 }
 
+impl ModelKind {
+    /// Whether its medium can be lent over the network.
+    fn is_on_network(&self) -> bool {
+        matches!(self.model, config::Model::Nvme(_))
+    }
+}
+
 impl WorkerDevice {
     /// Opens a software model, with its lease of the former broker.
     pub(crate) fn open(
@@ -74,7 +81,7 @@ impl WorkerDevice {
         adapter: Adapter,
         workers: Workers,
         adopted: Option<Adopted>,
-    ) -> Result<Self, nvme::ConfigError> {
+    ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let (mut open, mut adopted) = (None, adopted);
         match adopted.as_mut().map(|it| it.go_on(&model, &adapter)) {
             Some(Ok(image)) => open = image,
@@ -90,6 +97,11 @@ impl WorkerDevice {
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
                 let state = STATE_PAGE + nvme::STATE_BYTES;
                 (config.description(image.size), Some(image), state)
+            }
+            // It ends with its worker.
+            config::Model::VirtioBlk(config) => {
+                let image = open.take().map_or_else(|| config.open_image(), Ok)?;
+                (config.description(image.size), Some(image), 0)
             }
             config::Model::DmaTest(_) => (dma_test::DmaTest::new().description().clone(), None, 0),
         };
@@ -195,7 +207,8 @@ impl WorkerDevice {
     /// The medium, if it can be lent over the network.
     pub(crate) fn medium(&self) -> Option<io::Result<ImageId>> {
         match &self.device {
-            Kind::Model(model) => model.image.as_ref().map(Image::id),
+            Kind::Model(kind) if kind.is_on_network() => kind.image.as_ref().map(Image::id),
+            Kind::Model(_) => None,
             Kind::Function(_) => None,
         }
     }
@@ -355,6 +368,11 @@ impl WorkerDevice {
                 size: image.size,
                 punches_holes: image.punches_holes,
             },
+            (config::Model::VirtioBlk(config), Some(image)) => Model::VirtioBlk {
+                config: serde_json::to_string(config).map_err(StartError::Config)?,
+                size: image.size,
+                punches_holes: image.punches_holes,
+            },
             _ => Model::DmaTest,
         };
         let limits = kind.adapter.limits().clone();
@@ -479,10 +497,10 @@ impl Available for WorkerDevice {
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
         match &self.device {
-            Kind::Model(model) => match (transport, &model.image) {
+            Kind::Model(model) => match transport {
                 // No adapter is on the way.
-                (Transport::Network, Some(_)) => Ok(()),
-                (Transport::Network, None) => Err(no_medium()),
+                Transport::Network if model.is_on_network() => Ok(()),
+                Transport::Network => Err(no_medium()),
                 _ => check_model(&model.adapter, transport, ram),
             },
             Kind::Function(function) => function.check(vm, transport, ram),

@@ -173,8 +173,10 @@ impl Adopted {
         let KeptDevice::Model(model) = &self.lease.served else {
             return Err(ANOTHER_KIND.into());
         };
-        match (config, model, &self.image) {
-            (config::Model::DmaTest(_), Model::DmaTest, None) => Ok(None),
+        let (now, path, config, size, punches_holes) = match (config, model) {
+            (config::Model::DmaTest(_), Model::DmaTest) if self.image.is_none() => {
+                return Ok(None);
+            }
             (
                 config::Model::Nvme(now),
                 Model::Nvme {
@@ -182,23 +184,50 @@ impl Adopted {
                     size,
                     punches_holes,
                 },
-                Some(image),
             ) => {
-                if serde_json::to_string(now).ok().as_ref() != Some(config) {
-                    return Err("its configuration has changed".into());
-                }
-                if !is_at(image, &now.image) {
-                    return Err(format!("{} is another file now", now.image.display()));
-                }
-                let file = image.try_clone().map_err(|error| error.to_string())?;
-                Ok(Some(Image {
-                    file,
-                    size: *size,
-                    punches_holes: *punches_holes,
-                }))
+                let path = &now.image;
+                (
+                    serde_json::to_string(now),
+                    path,
+                    config,
+                    size,
+                    punches_holes,
+                )
             }
-            _ => Err(ANOTHER_KIND.into()),
+            (
+                config::Model::VirtioBlk(now),
+                Model::VirtioBlk {
+                    config,
+                    size,
+                    punches_holes,
+                },
+            ) => {
+                let path = &now.image;
+                (
+                    serde_json::to_string(now),
+                    path,
+                    config,
+                    size,
+                    punches_holes,
+                )
+            }
+            _ => return Err(ANOTHER_KIND.into()),
+        };
+        let Some(image) = &self.image else {
+            return Err(ANOTHER_KIND.into());
+        };
+        if now.ok().as_ref() != Some(config) {
+            return Err("its configuration has changed".into());
         }
+        if !is_at(image, path) {
+            return Err(format!("{} is another file now", path.display()));
+        }
+        let file = image.try_clone().map_err(|error| error.to_string())?;
+        Ok(Some(Image {
+            file,
+            size: *size,
+            punches_holes: *punches_holes,
+        }))
     }
 
     /// The function, if the worker has this one open.

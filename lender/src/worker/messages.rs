@@ -91,6 +91,15 @@ pub(crate) enum Model {
     },
     /// The DMA test device.
     DmaTest,
+    /// A virtio-blk device. The image comes as a descriptor.
+    VirtioBlk {
+        /// Its configuration, as JSON.
+        config: String,
+        /// Bytes of the image.
+        size: u64,
+        /// Whether holes can be punched in it.
+        punches_holes: bool,
+    },
 }
 
 /// The answer to an [`Order`].

@@ -16,6 +16,7 @@ use farside_devices::{
     Device,
     block::{Image, LentMedium},
     dma_test, nvme,
+    virtio::VirtioBlk,
 };
 use farside_error_chain::Chain;
 use farside_fabric::{
@@ -255,6 +256,22 @@ fn create(
             let nvme = nvme::Nvme::with_image(id, &config, image);
             let nvme = nvme.map_err(|error| WorkerError::Device(error.into()))?;
             Ok(Box::new(nvme))
+        }
+        Model::VirtioBlk {
+            config,
+            size,
+            punches_holes,
+        } => {
+            let image = Image {
+                file: next()?.into(),
+                size,
+                punches_holes,
+            };
+            let config =
+                serde_json::from_str(&config).map_err(|e| WorkerError::Device(e.into()))?;
+            let disk = VirtioBlk::with_image(id, &config, image);
+            let disk = disk.map_err(|error| WorkerError::Device(error.into()))?;
+            Ok(Box::new(disk))
         }
     }
 }
