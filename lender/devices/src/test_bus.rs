@@ -25,6 +25,8 @@ pub struct Memory {
     pub translations: u64,
     /// Bus-master enable.
     pub bus_master: bool,
+    /// Nothing is mapped, as while firmware remaps RAM.
+    pub unmapped: bool,
 }
 
 impl Memory {
@@ -40,6 +42,7 @@ impl Memory {
             faults: Vec::new(),
             translations: 0,
             bus_master: true,
+            unmapped: false,
         }
     }
 
@@ -71,11 +74,18 @@ impl Dma for Memory {
         self.bus_master
     }
 
+    fn reaches(&mut self, iova: Iova, len: usize, access: Access) -> bool {
+        let faults = self.faults.len();
+        let found = self.gather(iova, len, access, &mut Vec::new());
+        self.faults.truncate(faults);
+        found.is_ok()
+    }
+
     fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {
         self.translations += 1;
         let inside = iova
             .offset_from(Iova::new(BASE))
-            .filter(|&offset| offset < SIZE as u64)
+            .filter(|&offset| offset < SIZE as u64 && !self.unmapped)
             .map(|offset| {
                 let offset = offset as usize;
                 let run = self.run - offset % self.run;

@@ -47,6 +47,13 @@ impl KeptRange {
         self.pieces.clear();
     }
 
+    /// Whether it is translated, or can be.
+    pub(super) fn is_reachable(&self, dma: &mut dyn Dma) -> bool {
+        let is_gone = |piece: &HostSlice| piece.memory().is_gone();
+        let is_kept = !self.pieces.is_empty() && !self.pieces.iter().any(is_gone);
+        is_kept || dma.reaches(self.base, self.len, self.access)
+    }
+
     /// Translates the range unless it is.
     pub(super) fn translate(&mut self, dma: &mut dyn Dma) -> Result<(), Fault> {
         // Taken away while the device could not be quiesced.

@@ -19,7 +19,8 @@
 //!
 //! # Invalid rings
 //!
-//! What is no queue's state makes the device need a reset (2.1.2): it does nothing until its status is 0.
+//! What no driver puts into a queue makes the device need a reset (2.1.2): it does nothing until its status is
+//! 0. Rings that are not mapped for a moment do not (`pci`).
 
 mod blk;
 mod memory;

@@ -126,6 +126,10 @@ struct QueueState {
     queue: Option<VirtQueue>,
     /// Requests were returned since the last interrupt.
     returned: bool,
+    /// The driver has enabled or notified the queue since it was last accessed, so its rings must be
+    /// reachable. A device that polls meets moments in which nothing is mapped: when firmware changes the
+    /// attributes of low RAM, QEMU unmaps all of it and maps it again.
+    is_demanded: bool,
 }
 
 impl QueueState {
@@ -134,6 +138,7 @@ impl QueueState {
         vector: NO_VECTOR,
         queue: None,
         returned: false,
+        is_demanded: false,
     };
 }
 
@@ -328,7 +333,13 @@ impl Transport {
                     return Written::Config { at, value: *value };
                 }
             }
-            NOTIFY..MSIX_TABLE => return Written::Notified,
+            NOTIFY..MSIX_TABLE => {
+                let index = (at - NOTIFY) / u64::from(NOTIFY_MULTIPLIER);
+                if let Some(queue) = self.queues.get_mut(index as usize) {
+                    queue.is_demanded = true;
+                }
+                return Written::Notified;
+            }
             MSIX_TABLE..MSIX_PBA => {
                 let at = (at - MSIX_TABLE) as usize;
                 // Of doublewords (PCIe 7.7.2).
@@ -447,6 +458,7 @@ impl Transport {
             Ok(mut queue) => {
                 queue.set_event_idx(event_idx);
                 state.queue = Some(queue);
+                state.is_demanded = true;
             }
             Err(error) => {
                 let size = state.setup.size;
@@ -480,16 +492,24 @@ impl Transport {
         self.queues.len() as u16
     }
 
-    /// Calls `act` with queue `index`, if it is enabled. On an error the device needs a reset.
+    /// Calls `act` with queue `index`, if it is enabled, and reachable unless that is demanded. On an error
+    /// the device needs a reset.
     fn with_queue<R>(
         &mut self,
         index: u16,
         bus: &mut Bus<'_>,
         act: impl FnOnce(&mut VirtQueue, &mut dyn Dma) -> Result<R, QueueError>,
     ) -> Option<R> {
-        let queue = self.queues.get_mut(usize::from(index))?.queue.as_mut()?;
+        let state = self.queues.get_mut(usize::from(index))?;
+        let queue = state.queue.as_mut()?;
+        if !state.is_demanded && !queue.is_reachable(bus.dma) {
+            return None;
+        }
         match act(queue, bus.dma) {
-            Ok(result) => Some(result),
+            Ok(result) => {
+                state.is_demanded = false;
+                Some(result)
+            }
             Err(error) => {
                 self.fail(format_args!("queue {index}: {error}"), bus.irq);
                 None
@@ -516,6 +536,10 @@ impl Transport {
 
     /// Returns a request with `len` bytes written; [`Transport::interrupt_driver`] tells the driver.
     pub(super) fn give_back(&mut self, index: u16, head: u16, len: u32, bus: &mut Bus<'_>) {
+        if let Some(state) = self.queues.get_mut(usize::from(index)) {
+            // The driver has put the request there.
+            state.is_demanded = true;
+        }
         let returned = self.with_queue(index, bus, |queue, dma| queue.give_back(dma, head, len));
         if returned.is_some() {
             self.queues[usize::from(index)].returned = true;
@@ -525,14 +549,17 @@ impl Transport {
     /// Raises the interrupts of queues whose requests were returned.
     pub(super) fn interrupt_driver(&mut self, bus: &mut Bus<'_>) {
         for index in 0..self.queue_count() {
-            let state = &mut self.queues[usize::from(index)];
-            if !std::mem::take(&mut state.returned) {
+            let QueueState {
+                returned, vector, ..
+            } = self.queues[usize::from(index)];
+            if !returned {
                 continue;
             }
-            let vector = state.vector;
-            let wanted = self.with_queue(index, bus, VirtQueue::needs_interrupt);
-            if wanted == Some(true) {
-                self.interrupt(ISR_QUEUE, vector, bus.irq);
+            if let Some(wanted) = self.with_queue(index, bus, VirtQueue::needs_interrupt) {
+                self.queues[usize::from(index)].returned = false;
+                if wanted {
+                    self.interrupt(ISR_QUEUE, vector, bus.irq);
+                }
             }
         }
     }

@@ -121,6 +121,11 @@ impl VirtQueue {
         self.kept.iter_mut().for_each(KeptRange::forget);
     }
 
+    /// Whether its rings can be accessed.
+    pub(super) fn is_reachable(&self, dma: &mut dyn Dma) -> bool {
+        self.kept.iter().all(|range| range.is_reachable(dma))
+    }
+
     fn with<R>(
         &mut self,
         dma: &mut dyn Dma,

@@ -24,6 +24,9 @@ use virtio_bindings::{virtio_blk::VIRTIO_BLK_F_CONFIG_WCE, virtio_ids::VIRTIO_ID
 /// Most requests taken from one queue before the next queue.
 const BURST: usize = 32;
 
+/// Requests after which no further queue is looked at in a poll: those that are done at once take no slot.
+const MAX_TAKEN: usize = 1024;
+
 /// Most rounds of I/O per poll. Bounds the duration of a poll.
 const MAX_TURNS: usize = 8;
 
@@ -163,18 +166,24 @@ impl VirtioBlk {
 
     fn take_all(&mut self, bus: &mut Bus<'_>) -> bool {
         let count = self.transport.queue_count();
-        let mut busy = false;
+        let mut taken = 0;
         for step in 0..count {
-            busy |= self.take_from((self.turn + step) % count, bus);
+            if taken >= MAX_TAKEN {
+                // The next poll begins with those that were left out.
+                self.turn = (self.turn + step) % count;
+                return true;
+            }
+            taken += self.take_from((self.turn + step) % count, bus);
         }
         self.turn = (self.turn + 1) % count;
-        busy
+        taken > 0
     }
 
-    fn take_from(&mut self, queue: u16, bus: &mut Bus<'_>) -> bool {
+    /// Returns the number of requests.
+    fn take_from(&mut self, queue: u16, bus: &mut Bus<'_>) -> usize {
         for taken in 0..BURST {
             if !self.slots.has_room() || !self.may_take(bus) {
-                return taken > 0;
+                return taken;
             }
             let mut segments = std::mem::take(&mut self.segments);
             let head = self.transport.take(queue, bus, &mut segments, SEG_MAX + 2);
@@ -184,10 +193,10 @@ impl VirtioBlk {
             }
             self.segments = segments;
             if head.is_none() {
-                return taken > 0;
+                return taken;
             }
         }
-        true
+        BURST
     }
 
     /// Advances I/O without blocking. Returns whether any finished.

@@ -141,7 +141,7 @@ impl Extent {
     pub(super) fn new(sector: u64, len: u64, sectors: u64) -> Option<Self> {
         let count = len / SECTOR;
         let is_inside = sector.checked_add(count)? <= sectors && len.is_multiple_of(SECTOR);
-        is_inside.then_some(Self {
+        is_inside.then(|| Self {
             // Of an image.
             offset: sector * SECTOR,
             len,

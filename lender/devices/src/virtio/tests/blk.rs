@@ -113,6 +113,8 @@ fn requests_outside_of_the_disk_fail() {
         (SECTORS, 512, IOERR),
         (SECTORS - 1, 1024, IOERR),
         (u64::MAX, 512, IOERR),
+        (u64::MAX / 512, 512, IOERR),
+        (u64::MAX / 2, 0, IOERR),
         (0, 511, IOERR),
         (0, 0, OK),
     ] {
@@ -130,7 +132,7 @@ fn requests_outside_of_the_disk_fail() {
             assert_eq!(written, expected, "{kind} {sector} {len}");
         }
     }
-    assert_eq!(driver.stat("errors"), 8);
+    assert_eq!(driver.stat("errors"), 12);
 }
 
 #[test]

@@ -212,3 +212,28 @@ fn a_ring_that_shares_memory_with_everything_ends_somehow() {
     driver.start();
     assert_eq!(driver.execute(READ, 0, &[writable(DATA, 512)]).0, OK);
 }
+
+/// As when firmware changes the attributes of low RAM: a device that polls its rings meanwhile is not at fault.
+#[test]
+fn rings_that_are_unmapped_for_a_moment_are_polled_again() {
+    let mut driver = Driver::ready(|_| {});
+    assert_eq!(driver.execute(READ, 0, &[writable(DATA, 512)]).0, OK);
+    while !driver.with(|device, bus| device.quiesce(bus)) {}
+    driver.memory.unmapped = true;
+    driver.with(|device, bus| device.resume(bus));
+    driver.poll();
+    assert!(driver.enable_notifications());
+    driver.poll();
+    assert_eq!((driver.memory.faults.len(), driver.status()), (0, 0xf));
+    driver.memory.unmapped = false;
+    assert_eq!(driver.execute(READ, 0, &[writable(DATA, 512)]).0, OK);
+    // A driver that notifies wants them to be there.
+    while !driver.with(|device, bus| device.quiesce(bus)) {}
+    driver.memory.unmapped = true;
+    driver.with(|device, bus| device.resume(bus));
+    driver.write(super::world::NOTIFY, 2, 0);
+    driver.poll();
+    assert_eq!((driver.memory.faults.len(), driver.status()), (1, 0x4f));
+    driver.memory.unmapped = false;
+    driver.start();
+}
