@@ -25,12 +25,13 @@ mod migrations;
 mod nvme_driver;
 mod qmp;
 mod register_tokens;
+mod virtio_driver;
 
 /// A target: its name, and the function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 17] = [
+pub const TARGETS: [Target; 18] = [
     ("admin", admin::run),
     ("backend", backend::run),
     ("config_files", config_files::run),
@@ -48,6 +49,7 @@ pub const TARGETS: [Target; 17] = [
     ("nvme", nvme_driver::run),
     ("qmp", qmp::run),
     ("register_tokens", register_tokens::run),
+    ("virtio", virtio_driver::run),
 ];
 
 /// Runs the target `name` on `input`.
@@ -101,7 +103,13 @@ mod nvme_tests {
     pub(crate) mod entries;
     pub(crate) mod world;
 }
-use farside_devices::{Bus, Device, Dma, Interrupts, block, nvme};
+/// A virtio-blk driver, from the tests of the model.
+#[path = "../../../lender/devices/src/virtio/tests"]
+#[allow(dead_code, reason = "those tests use the rest")]
+mod virtio_tests {
+    pub(crate) mod world;
+}
+use farside_devices::{Bus, Device, Dma, Interrupts, block, nvme, virtio};
 
 #[path = "../../../backend/vfio-user/tests/support/device.rs"]
 #[allow(dead_code, reason = "those tests use the rest")]
