@@ -45,9 +45,17 @@ pub(crate) struct Scene {
     program: PathBuf,
     vm: &'static str,
     image: PathBuf,
+    model: Model,
     backend: Child,
     lender: Child,
     directory: TempDir,
+}
+
+/// What the borrowed disk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Model {
+    Nvme,
+    VirtioBlk,
 }
 
 /// A VM's size.
@@ -99,8 +107,8 @@ pub(crate) fn socket(directory: &Path, vm: &str) -> PathBuf {
 }
 
 impl Scene {
-    /// Starts a lender of `image` and a backend for `vm`, with `more` arguments. `directory` is from
-    /// [`directory`].
+    /// Starts a lender of `image` as an NVMe device and a backend for `vm`, with `more` arguments.
+    /// `directory` is from [`directory`].
     pub(crate) fn start(
         program: PathBuf,
         directory: TempDir,
@@ -108,8 +116,20 @@ impl Scene {
         vm: &'static str,
         more: &[&str],
     ) -> Result<Self> {
+        Self::start_as(Model::Nvme, program, directory, image, vm, more)
+    }
+
+    /// As [`Scene::start`], with another device.
+    pub(crate) fn start_as(
+        model: Model,
+        program: PathBuf,
+        directory: TempDir,
+        image: &Path,
+        vm: &'static str,
+        more: &[&str],
+    ) -> Result<Self> {
         let path = directory.path();
-        let lender = lend(&program, path, image)?;
+        let lender = lend(&program, path, image, model)?;
         let serve = ["serve", "--vm", vm, "--device", DEVICE];
         let serve = farside(&program, path, &[&serve, more].concat());
         let mut backend = Child::spawn("the backend", serve, &path.join("backend.log"))?;
@@ -118,6 +138,7 @@ impl Scene {
             program,
             vm,
             image: image.to_owned(),
+            model,
             backend,
             lender,
             directory,
@@ -176,7 +197,8 @@ impl Scene {
     /// Kills the lender, and starts another.
     pub(crate) fn replace_lender(&mut self) -> Result<()> {
         self.lender.kill()?;
-        self.lender = lend(&self.program, self.directory.path(), &self.image)?;
+        let path = self.directory.path();
+        self.lender = lend(&self.program, path, &self.image, self.model)?;
         Ok(())
     }
 
@@ -289,10 +311,14 @@ impl Scene {
 }
 
 /// Starts a lender of `image`, with its socket in that directory.
-fn lend(program: &Path, directory: &Path, image: &Path) -> Result<Child> {
+fn lend(program: &Path, directory: &Path, image: &Path, model: Model) -> Result<Child> {
     let mut drive = OsString::from(format!("{DEVICE}="));
     drive.push(image);
-    let mut lend = farside(program, directory, &["lend", "--name", "here", "--nvme"]);
+    let option = match model {
+        Model::Nvme => "--nvme",
+        Model::VirtioBlk => "--virtio-blk",
+    };
+    let mut lend = farside(program, directory, &["lend", "--name", "here", option]);
     lend.arg(drive);
     let mut lender = Child::spawn("the lender", lend, &directory.join("lender.log"))?;
     await_socket(&directory.join("lender.sock"), &mut lender)?;
