@@ -96,6 +96,8 @@ impl Device for VirtioBlk {
             ("bytes_read", stats.bytes_read),
             ("bytes_written", stats.bytes_written),
             ("flushes", stats.flushes),
+            ("discards", stats.discards),
+            ("zeroes", stats.zeroes),
             ("errors", stats.errors),
             ("notifications", stats.notifications),
         ]

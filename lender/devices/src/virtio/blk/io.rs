@@ -239,6 +239,10 @@ impl VirtioBlk {
         let Some(extent) = self.slots[tag].ranges.pop() else {
             return Ok(Progress::Done(0));
         };
+        match discard {
+            true => self.stats.discards += 1,
+            false => self.stats.zeroes += 1,
+        }
         if discard {
             self.slots[tag].work = Work::Discard;
             self.block.punch(tag, extent.offset, extent.len);

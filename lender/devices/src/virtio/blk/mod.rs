@@ -67,6 +67,8 @@ struct Stats {
     bytes_read: u64,
     bytes_written: u64,
     flushes: u64,
+    discards: u64,
+    zeroes: u64,
     errors: u64,
     /// Notifications that trapped.
     notifications: u64,
