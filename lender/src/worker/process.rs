@@ -270,8 +270,7 @@ fn create(
             let config =
                 serde_json::from_str(&config).map_err(|e| WorkerError::Device(e.into()))?;
             let disk = VirtioBlk::with_image(id, &config, image);
-            let disk = disk.map_err(|error| WorkerError::Device(error.into()))?;
-            Ok(Box::new(disk))
+            Ok(Box::new(disk.map_err(|e| WorkerError::Device(e.into()))?))
         }
     }
 }

@@ -14,11 +14,12 @@
 //!     └───────────────────── resetting ◀──── 0 is written ──── NEEDS_RESET
 //! ```
 
-use farside_fabric::Size;
-use farside_pci::{
-    Bar, BarKind, ConfigImage, Description,
-    regs::{EXP_DEVCAP, EXP_DEVCAP2, EXP_LNKCAP, INTERRUPT_PIN},
-};
+mod common;
+mod image;
+
+pub(super) use image::description;
+
+use farside_pci::Description;
 use virtio_bindings::{
     virtio_config::{
         VIRTIO_CONFIG_S_DRIVER_OK, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET,
@@ -32,8 +33,6 @@ use crate::{Bus, Dma, Interrupts};
 
 /// Vendor id of virtio devices (4.1.2).
 pub const VENDOR_ID: u16 = 0x1af4;
-/// Device id of type 0.
-const DEVICE_ID_BASE: u16 = 0x1040;
 
 /// Most MSI-X vectors: one for each queue, one for the configuration.
 pub(super) const MAX_VECTORS: u16 = 256;
@@ -70,26 +69,6 @@ const TRANSPORT_FEATURES: u64 = 1 << VIRTIO_F_VERSION_1
 
 /// Most log lines on guest errors since power-on: a guest that causes more would only fill the log.
 const MAX_GUEST_ERRORS_LOGGED: u32 = 16;
-
-/// Offsets in the common configuration (4.1.4.3).
-pub(super) mod common {
-    pub const DEVICE_FEATURE_SELECT: usize = 0;
-    pub const DEVICE_FEATURE: usize = 4;
-    pub const DRIVER_FEATURE_SELECT: usize = 8;
-    pub const DRIVER_FEATURE: usize = 12;
-    pub const CONFIG_MSIX_VECTOR: usize = 16;
-    pub const NUM_QUEUES: usize = 18;
-    pub const DEVICE_STATUS: usize = 20;
-    pub const CONFIG_GENERATION: usize = 21;
-    pub const QUEUE_SELECT: usize = 22;
-    pub const QUEUE_SIZE: usize = 24;
-    pub const QUEUE_MSIX_VECTOR: usize = 26;
-    pub const QUEUE_ENABLE: usize = 28;
-    pub const QUEUE_NOTIFY_OFF: usize = 30;
-    pub const QUEUE_DESC: usize = 32;
-    pub const QUEUE_DRIVER: usize = 40;
-    pub const QUEUE_DEVICE: usize = 48;
-}
 
 /// A device type.
 #[derive(Clone, Copy, Debug)]
@@ -616,58 +595,4 @@ fn power_on_table(vectors: u16) -> Box<[u8]> {
         entry[12] = 1;
     }
     table
-}
-
-/// The description of a function with a vector for each of `queues` queues and one for its configuration.
-pub(super) fn description(kind: Kind, queues: u16, size: u64) -> Description {
-    const EXPRESS: usize = 0x50;
-    const PAYLOAD_256: u32 = 1;
-    const ASPM_COMPLIANT: u32 = 1 << 22;
-    const COMPLETION_TIMEOUT_DISABLE: u32 = 1 << 4;
-    /// Configuration types (4.1.4).
-    const COMMON_CFG: u8 = 1;
-    const NOTIFY_CFG: u8 = 2;
-    const ISR_CFG: u8 = 3;
-    const DEVICE_CFG: u8 = 4;
-
-    let vectors = queues + 1;
-    let mut bars = [const { None }; 6];
-    let prefetchable = false;
-    bars[0] = Some(Bar::new(BAR_SIZE, BarKind::Memory64 { prefetchable }));
-    let device = DEVICE_ID_BASE + kind.id;
-    let mut image = ConfigImage::endpoint(VENDOR_ID, device, kind.class, &bars);
-    image
-        .set_u8(INTERRUPT_PIN, 1)
-        .add_power_management(0x40)
-        .add_express(EXPRESS, 4)
-        .or_u32(EXPRESS + EXP_DEVCAP, PAYLOAD_256)
-        .or_u32(EXPRESS + EXP_LNKCAP, ASPM_COMPLIANT)
-        .set_u32(EXPRESS + EXP_DEVCAP2, COMPLETION_TIMEOUT_DISABLE)
-        .add_msix(0x90, vectors, 0, MSIX_TABLE, MSIX_PBA);
-    let notify_len = u32::from(queues) * NOTIFY_MULTIPLIER;
-    for (at, kind, offset, len) in [
-        (0xa0, COMMON_CFG, COMMON, COMMON_LEN as u32),
-        (0xb0, ISR_CFG, ISR, 1),
-        (0xc0, DEVICE_CFG, DEVICE, kind.config_len),
-        (0xd0, NOTIFY_CFG, NOTIFY, notify_len),
-    ] {
-        let bytes = if kind == NOTIFY_CFG { 20 } else { 16 };
-        image
-            .add_capability(at, 0x09)
-            .set_u8(at + 2, bytes)
-            .set_u8(at + 3, kind)
-            .set_u32(at + 8, offset as u32)
-            .set_u32(at + 12, len);
-        if kind == NOTIFY_CFG {
-            image.set_u32(at + 16, NOTIFY_MULTIPLIER);
-        }
-    }
-    Description {
-        config: image.to_vec(),
-        bars,
-        intx: true,
-        msi_vectors: 0,
-        msix_vectors: vectors,
-        summary: format!("farside {}, {}", kind.name, Size(size)),
-    }
 }
