@@ -19,6 +19,7 @@
 
 mod child;
 mod confine;
+mod create;
 mod device;
 mod kept;
 mod medium;

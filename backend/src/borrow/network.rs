@@ -14,7 +14,7 @@ use std::{
 
 use farside_backend_api::{Connection, ConnectionState};
 use farside_devices::{
-    nvme::{MediumKeeper, Notice, Supply, remote_medium},
+    block::{MediumKeeper, Notice, Supply, remote_medium},
     remote::Model,
 };
 use farside_error_chain::Chain;

@@ -15,8 +15,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Bus, Device,
+    block::{BlockQueue, RemoteMedium},
     dma_test::DmaTest,
-    nvme::{BlockQueue, Config, ConfigError, Nvme, RemoteMedium},
+    nvme::{Config, ConfigError, Nvme},
 };
 
 /// Time between two looks at the connection of a device that is never idle: less than

@@ -11,7 +11,11 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, cgroup};
-use farside_devices::{Device, dma_test, nvme, remote};
+use farside_devices::{
+    Device,
+    block::{EngineChoice, Image, ImageId},
+    dma_test, nvme, remote,
+};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
     BarOwner, Channel, ChannelError, Described, DeviceEntry, Generation, MediumLease, RamRange,
@@ -30,6 +34,7 @@ use crate::{
     config,
     keeper::LEASES,
     model::{check_model, not_flushed},
+    refusals::no_medium,
     registry::{GrantedChain, Lease},
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
@@ -57,9 +62,16 @@ enum Kind {
 struct ModelKind {
     model: config::Model,
     /// Locked while it is open.
-    image: Option<nvme::Image>,
+    image: Option<Image>,
     described: Described,
     adapter: Adapter,
+}
+
+impl ModelKind {
+    /// Whether its medium can be lent over the network.
+    fn is_on_network(&self) -> bool {
+        !matches!(self.model, config::Model::VirtioBlk(_))
+    }
 }
 
 impl WorkerDevice {
@@ -70,7 +82,7 @@ impl WorkerDevice {
         adapter: Adapter,
         workers: Workers,
         adopted: Option<Adopted>,
-    ) -> Result<Self, nvme::ConfigError> {
+    ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let (mut open, mut adopted) = (None, adopted);
         match adopted.as_mut().map(|it| it.go_on(&model, &adapter)) {
             Some(Ok(image)) => open = image,
@@ -86,6 +98,11 @@ impl WorkerDevice {
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
                 let state = STATE_PAGE + nvme::STATE_BYTES;
                 (config.description(image.size), Some(image), state)
+            }
+            // It ends with its worker.
+            config::Model::VirtioBlk(config) => {
+                let image = open.take().map_or_else(|| config.open_image(), Ok)?;
+                (config.description(image.size), Some(image), 0)
             }
             config::Model::DmaTest(_) => (dma_test::DmaTest::new().description().clone(), None, 0),
         };
@@ -190,11 +207,12 @@ impl WorkerDevice {
     }
 
     /// The medium, if it can be lent over the network.
-    pub(crate) fn medium(&self) -> Option<io::Result<nvme::ImageId>> {
+    pub(crate) fn medium(&self) -> Option<io::Result<ImageId>> {
         match &self.device {
-            Kind::Model(model) => Some(match &model.image {
+            Kind::Model(kind) if !kind.is_on_network() => None,
+            Kind::Model(kind) => Some(match &kind.image {
                 Some(image) => image.id(),
-                None => Ok(nvme::ImageId::None),
+                None => Ok(ImageId::None),
             }),
             Kind::Function(_) => None,
         }
@@ -317,6 +335,7 @@ impl WorkerDevice {
                 image: self.id.as_str().into(),
                 ..config.clone()
             }),
+            config::Model::VirtioBlk(_) => return Err(StartError::NoMedium),
             config::Model::DmaTest(_) => remote::Model::DmaTest(remote::NoMedium::DmaTest),
         };
         let image = kind.image.as_ref();
@@ -337,7 +356,8 @@ impl WorkerDevice {
         };
         let (engine, read_only) = match &kind.model {
             config::Model::Nvme(config) => (config.engine, config.read_only),
-            config::Model::DmaTest(_) => (nvme::EngineChoice::Threads, true),
+            config::Model::VirtioBlk(_) => return Err(StartError::NoMedium),
+            config::Model::DmaTest(_) => (EngineChoice::Threads, true),
         };
         Ok(Served::Medium(Box::new(ServedMedium {
             engine,
@@ -354,6 +374,11 @@ impl WorkerDevice {
         };
         let model = match (&kind.model, &kind.image) {
             (config::Model::Nvme(config), Some(image)) => Model::Nvme {
+                config: serde_json::to_string(config).map_err(StartError::Config)?,
+                size: image.size,
+                punches_holes: image.punches_holes,
+            },
+            (config::Model::VirtioBlk(config), Some(image)) => Model::VirtioBlk {
                 config: serde_json::to_string(config).map_err(StartError::Config)?,
                 size: image.size,
                 punches_holes: image.punches_holes,
@@ -491,7 +516,7 @@ impl Available for WorkerDevice {
         match &self.device {
             Kind::Model(model) => match transport {
                 // No adapter is on the way.
-                Transport::Network => Ok(()),
+                Transport::Network => model.is_on_network().then_some(()).ok_or_else(no_medium),
                 _ => check_model(&model.adapter, transport, ram),
             },
             Kind::Function(function) => function.check(vm, transport, ram),

@@ -6,8 +6,8 @@ use farside_medium::Link;
 use super::*;
 use crate::{
     Dma, Interrupts,
+    block::{Ended, EngineChoice, LentMedium, MediumKeeper, Notice, Supply, remote_medium},
     dma_test::{Command, reg, status},
-    nvme::{Ended, EngineChoice, LentMedium, MediumKeeper, Notice, Supply, remote_medium},
 };
 
 /// Guest memory from address 0 on.
@@ -16,6 +16,10 @@ struct Memory(std::sync::Arc<SharedMemory>);
 impl Dma for Memory {
     fn is_bus_master(&self) -> bool {
         true
+    }
+
+    fn reaches(&mut self, iova: Iova, len: usize, _access: Access) -> bool {
+        self.0.slice(iova.get() as usize, len).is_some()
     }
 
     fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {

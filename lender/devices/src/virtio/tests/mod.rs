@@ -1,0 +1,5 @@
+mod blk;
+mod hostile;
+mod registers;
+mod rings;
+mod world;
