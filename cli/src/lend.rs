@@ -7,7 +7,10 @@ use farside_daemon::{Activated, DeviceId, cgroup, close_inherited, paths, ready}
 use farside_fabric::VmShare;
 use farside_lender::{
     Lender,
-    config::{Config, DeviceConfig, Model, NtbConfig, Program, Source, VfioConfig, VfsConfig},
+    config::{
+        Config, DeviceConfig, Model, NtbConfig, Program, Source, VfioConfig, VfioUserConfig,
+        VfsConfig,
+    },
     run_keeper, run_worker,
 };
 use farside_lender_protocol::{Address, Client};
@@ -60,7 +63,13 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         }),
         borrowers: borrowers.clone(),
     });
-    config.device.extend(nvme.chain(dma_test).chain(vfio));
+    let servers = args.vfio_user.into_iter().map(|(id, socket)| DeviceConfig {
+        id,
+        source: Source::VfioUser(VfioUserConfig { socket }),
+        borrowers: borrowers.clone(),
+    });
+    let devices = nvme.chain(dma_test).chain(vfio).chain(servers);
+    config.device.extend(devices);
     if let Some(function) = args.ntb {
         let per_vm = config.ntb.map_or(VmShare::ALL, |ntb| ntb.per_vm);
         config.ntb = Some(NtbConfig { function, per_vm });
@@ -133,17 +142,17 @@ fn added(args: &Lend) -> anyhow::Result<Vec<Table>> {
     }
     let mut tables = args.config.as_deref().map_or(Ok(Vec::new()), tables_of)?;
     for nvme in &args.nvme {
-        let image = std::path::absolute(&nvme.image)?;
-        let image = image.into_os_string().into_string();
-        let image = image
-            .map_err(|image| anyhow::anyhow!("the path of the image is not UTF-8: {image:?}"))?;
         let mut options = Table::new();
-        options.insert("image".into(), image.into());
+        options.insert("image".into(), absolute(&nvme.image)?);
         options.insert("read-only".into(), nvme.read_only.into());
-        tables.push(table(&nvme.id, "nvme", options, args));
+        tables.push(model(&nvme.id, "nvme", options, args));
     }
     for id in &args.dma_test {
-        tables.push(table(id, "dma-test", Table::new(), args));
+        tables.push(model(id, "dma-test", Table::new(), args));
+    }
+    for (id, socket) in &args.vfio_user {
+        let server = Table::from_iter([("socket".to_owned(), absolute(socket)?)]);
+        tables.push(table(id, "vfio-user", server, args));
     }
     ensure!(
         !tables.is_empty(),
@@ -152,12 +161,23 @@ fn added(args: &Lend) -> anyhow::Result<Vec<Table>> {
     Ok(tables)
 }
 
-fn table(id: &DeviceId, model: &str, options: Table, args: &Lend) -> Table {
-    let rules = args.borrowers.iter().map(|(rule, _)| rule.clone().into());
+/// A path as the lender sees it, whose working directory is another.
+fn absolute(path: &Path) -> anyhow::Result<Value> {
+    let path = std::path::absolute(path)?.into_os_string().into_string();
+    path.map(Value::String)
+        .map_err(|path| anyhow::anyhow!("the path is not UTF-8: {path:?}"))
+}
+
+fn model(id: &DeviceId, model: &str, options: Table, args: &Lend) -> Table {
     let model = Table::from_iter([(model.to_owned(), Value::Table(options))]);
+    table(id, "model", model, args)
+}
+
+fn table(id: &DeviceId, source: &str, options: Table, args: &Lend) -> Table {
+    let rules = args.borrowers.iter().map(|(rule, _)| rule.clone().into());
     Table::from_iter([
         ("id".to_owned(), Value::String(id.to_string())),
-        ("model".to_owned(), Value::Table(model)),
+        (source.to_owned(), Value::Table(options)),
         ("borrowers".to_owned(), Value::Array(rules.collect())),
     ])
 }

@@ -55,6 +55,7 @@ pub(crate) use faults::FaultWatch;
 pub use find::BindError;
 pub(crate) use find::{Found, api, create_vfs, find};
 pub(crate) use in_worker::{FunctionConfig, WorkerFunction};
+pub(crate) use irqs::{FunctionIrqs, Raises};
 use leased::{LeasedFunction, Opened, Owner, open_clean};
 
 /// Why a function is not lent over the network.

@@ -33,6 +33,7 @@ use crate::{
     registry::{GrantedChain, Lease},
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
+    vfio_user::{ServerDevice, no_bar_memory},
 };
 
 /// Timeout for handing the lease to a new worker, whose queue is empty.
@@ -52,6 +53,7 @@ pub(crate) struct WorkerDevice {
 enum Kind {
     Model(Box<ModelKind>),
     Function(VfioDevice),
+    Server(ServerDevice),
 }
 
 struct ModelKind {
@@ -113,6 +115,11 @@ impl WorkerDevice {
         Self::new(id, Kind::Function(function), workers, adopted)
     }
 
+    /// The device of a vfio-user server.
+    pub(crate) fn server(id: &DeviceId, server: ServerDevice, workers: Workers) -> Self {
+        Self::new(id, Kind::Server(server), workers, None)
+    }
+
     fn new(id: &DeviceId, device: Kind, workers: Workers, adopted: Option<Adopted>) -> Self {
         Self {
             id: id.to_owned(),
@@ -165,7 +172,7 @@ impl WorkerDevice {
     pub(crate) fn tables(&self) -> Option<&dyn AdapterTables> {
         match &self.device {
             Kind::Model(model) => Some(model.adapter.tables()),
-            Kind::Function(_) => None,
+            Kind::Function(_) | Kind::Server(_) => None,
         }
     }
 
@@ -174,13 +181,14 @@ impl WorkerDevice {
         match &self.device {
             Kind::Model(_) => Ok(()),
             Kind::Function(function) => function.check_lease(&lease.bar_memory),
+            Kind::Server(_) => no_bar_memory(&lease.bar_memory),
         }
     }
 
     /// A worker has opened a function for `vm`. Returns false if this is none.
     pub(crate) fn opened(&self, vm: &VmName) -> bool {
         match &self.device {
-            Kind::Model(_) => false,
+            Kind::Model(_) | Kind::Server(_) => false,
             Kind::Function(function) => {
                 function.begun(vm);
                 true
@@ -192,7 +200,7 @@ impl WorkerDevice {
     pub(crate) fn medium(&self) -> Option<io::Result<nvme::ImageId>> {
         match &self.device {
             Kind::Model(model) => model.image.as_ref().map(nvme::Image::id),
-            Kind::Function(_) => None,
+            Kind::Function(_) | Kind::Server(_) => None,
         }
     }
 
@@ -222,15 +230,16 @@ impl WorkerDevice {
                     Ok(data) => data,
                     Err(error) => return Err((None, StartError::Reply(error))),
                 };
-                (Borrower::Lent(socket), self.served_medium(secrets))
+                let medium = self.served_medium(secrets);
+                (Borrower::Lent(socket), medium.map(|it| (it, None)))
             }
             None => (Borrower::Asking(lease.connection), self.served()),
         };
-        let (borrower, served) = match served {
-            (borrower, Ok(served)) => (borrower, served),
+        let (borrower, served, server) = match served {
+            (borrower, Ok((served, server))) => (borrower, served, server),
             (borrower, Err(error)) => return Err((borrower.channel(), error)),
         };
-        // Leases over the network or an NTB end with this process.
+        // Leases over the network, over an NTB and of a server's device end with this process.
         let device = match (&served, &self.device) {
             _ if lease.transport != Transport::SharedMemory => None,
             (Served::Model { model, .. }, _) => Some(KeptDevice::Model(model.clone())),
@@ -255,6 +264,7 @@ impl WorkerDevice {
         let fds: Vec<BorrowedFd<'_>> = [worker.their_calls.as_fd(), borrower.as_fd()]
             .into_iter()
             .chain(self.file().map(AsFd::as_fd))
+            .chain(server.iter().map(AsFd::as_fd))
             .chain(state.iter().map(AsFd::as_fd))
             .chain(lease.bar_memory.iter().map(AsFd::as_fd))
             .collect();
@@ -336,14 +346,19 @@ impl WorkerDevice {
                 }
                 _ => Err(StartError::NoMedium),
             },
-            Kind::Function(_) => Err(StartError::NoMedium),
+            Kind::Function(_) | Kind::Server(_) => Err(StartError::NoMedium),
         }
     }
 
-    fn served(&self) -> Result<Served, StartError> {
+    /// What a worker serves, and the connection to its server, if it is the device of one.
+    fn served(&self) -> Result<(Served, Option<OwnedFd>), StartError> {
         let kind = match &self.device {
             Kind::Model(kind) => kind,
-            Kind::Function(function) => return Ok(Served::Function(function.config())),
+            Kind::Function(function) => return Ok((Served::Function(function.config()), None)),
+            Kind::Server(server) => {
+                let (config, socket) = server.for_worker().map_err(StartError::Server)?;
+                return Ok((Served::Server(Box::new(config)), Some(socket)));
+            }
         };
         let model = match (&kind.model, &kind.image) {
             (config::Model::Nvme(config), Some(image)) => Model::Nvme {
@@ -354,7 +369,7 @@ impl WorkerDevice {
             _ => Model::DmaTest,
         };
         let limits = kind.adapter.limits().clone();
-        Ok(Served::Model { model, limits })
+        Ok((Served::Model { model, limits }, None))
     }
 
     fn spawn(&self, vm: &VmName) -> Result<Spawned, StartError> {
@@ -439,7 +454,7 @@ impl WorkerDevice {
     fn file(&self) -> Option<&File> {
         match &self.device {
             Kind::Model(model) => model.image.as_ref().map(|image| &image.file),
-            Kind::Function(_) => None,
+            Kind::Function(_) | Kind::Server(_) => None,
         }
     }
 }
@@ -458,6 +473,7 @@ impl Available for WorkerDevice {
         match &self.device {
             Kind::Model(_) => "model",
             Kind::Function(function) => function.kind(),
+            Kind::Server(server) => server.kind(),
         }
     }
 
@@ -465,6 +481,7 @@ impl Available for WorkerDevice {
         match &self.device {
             Kind::Model(model) => &model.described,
             Kind::Function(function) => function.described(),
+            Kind::Server(server) => server.described(),
         }
     }
 
@@ -482,6 +499,7 @@ impl Available for WorkerDevice {
                 _ => check_model(&model.adapter, transport, ram),
             },
             Kind::Function(function) => function.check(vm, transport, ram),
+            Kind::Server(server) => server.check(vm, transport, ram),
         }
     }
 
@@ -492,7 +510,7 @@ impl Available for WorkerDevice {
 
     fn report(&self) -> Report {
         match &self.device {
-            Kind::Model(_) => Report {
+            Kind::Model(_) | Kind::Server(_) => Report {
                 faults: self.last.faults.clone(),
                 counters: self.last.counters.clone(),
                 ..Report::default()
@@ -559,4 +577,6 @@ pub(crate) enum StartError {
     Reply(#[source] ChannelError),
     #[error("the device has no medium")]
     NoMedium,
+    #[error(transparent)]
+    Server(RemoteError),
 }
