@@ -184,12 +184,17 @@ pub struct Backend {
 impl Backend {
     /// Looks the devices up and creates their sockets. Borrows nothing yet.
     pub fn start(config: &Config) -> Result<Self, StartError> {
-        Self::start_activated(config, Activated::default())
+        Self::start_activated(config, Activated::default(), || Ok(()))
     }
 
     /// As [`Backend::start`], with sockets from the service manager. Fails if any of them does not
-    /// belong to this VM.
-    pub fn start_activated(config: &Config, activated: Activated) -> Result<Self, StartError> {
+    /// belong to this VM. Calls `confined` when this process has given up its privileges, before it waits
+    /// for anybody: a thread that was started before would have kept them.
+    pub fn start_activated(
+        config: &Config,
+        activated: Activated,
+        confined: impl FnOnce() -> io::Result<()>,
+    ) -> Result<Self, StartError> {
         check_devices(&config.devices)?;
         // A client may bring thousands of eventfds.
         raise_open_files();
@@ -197,13 +202,14 @@ impl Backend {
         let group = group.transpose()?;
         let ntb = config.ntb.map(|bdf| HostEndpoint::open(bdf, VmShare::ALL));
         let ntb = ntb.transpose()?;
-        if let Some(ntb) = &ntb {
-            ntb.adapter().wait_link(LINK_TIMEOUT)?;
-        }
         let directory = Directory::hold(&config.vm, &config.directory, config.helper.clone())?;
         if let Some(helper) = &config.helper {
             helper.configure(helper::Start::new(config))?;
             confine::give_up_privileges(config)?;
+        }
+        confined()?;
+        if let Some(ntb) = &ntb {
+            ntb.adapter().wait_link(LINK_TIMEOUT)?;
         }
         let helper = config.helper.clone();
         let made = Sockets::new(&config.directory, group, activated, helper);

@@ -23,7 +23,7 @@ use farside_config_space::ConfigSpace;
 use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_irq_relay::{IrqCounts, Vectors};
-use farside_lender_protocol::{Channel, Described, ErrorKind, MAX_FDS, Transport};
+use farside_lender_protocol::{BarOwner, Channel, Described, ErrorKind, MAX_FDS, Transport};
 use farside_vfio_user::{
     ClientLog, Connection, Negotiated, Reply, ReplyTo, Session, serve::Answer,
 };
@@ -64,6 +64,8 @@ pub(crate) struct Device {
     described: Described,
     counts: IrqCounts,
     config: ConfigSpace,
+    /// Its expansion ROM; empty if it has none.
+    rom: Vec<u8>,
     memory: DmaTable,
     /// The client's interrupt configuration: sent to the lender with a borrow, and used for
     /// signalling in the relayed form.
@@ -134,9 +136,14 @@ impl Device {
     pub(crate) fn new(
         settings: Settings,
         described: Described,
+        rom: Vec<u8>,
         start: Start,
     ) -> Result<(Self, Option<(Connection, Session)>), DeviceError> {
-        let mut config = ConfigSpace::new(&described.description)?;
+        let mut config = match described.bars {
+            BarOwner::Borrower => ConfigSpace::new(&described.description)?,
+            BarOwner::Lender => ConfigSpace::of_function(&described.description)?,
+        };
+        config.add_rom(rom.len());
         let counts = farside_lender_protocol::irq_counts(&described.description)?;
         let Start {
             records,
@@ -173,6 +180,7 @@ impl Device {
         let mut device = Self {
             counts,
             config,
+            rom,
             memory,
             vectors,
             bars,
@@ -243,6 +251,10 @@ impl Device {
             controller,
             bars: self.bar_addresses(),
             interrupts: self.vectors.status(),
+            state_version: match self.state {
+                State::Leased | State::Ready | State::Closing => self.bars.state_version(),
+                State::Unleased | State::Lost => None,
+            },
             ..self.report.clone()
         }
     }

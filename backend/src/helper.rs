@@ -220,7 +220,7 @@ impl Helper {
     }
 
     /// Ends the waits of all threads for the helper, which may be stopped: the backend ends.
-    pub(crate) fn stop_waiting(&self) {
+    pub fn stop_waiting(&self) {
         self.0.stopping.raise();
     }
 

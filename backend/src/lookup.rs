@@ -64,6 +64,8 @@ pub(crate) struct Lookup {
 pub(crate) struct Found {
     lender: Address,
     described: Described,
+    /// Its expansion ROM; empty if it has none.
+    rom: Vec<u8>,
     transport: Transport,
 }
 
@@ -113,9 +115,11 @@ impl Lookup {
             });
         }
         self.check_ram(device, &lender, transport)?;
+        let rom = self.rom(device, &lender, &described);
         Ok(Found {
             lender,
             described,
+            rom,
             transport,
         })
     }
@@ -133,7 +137,9 @@ impl Lookup {
         let id: DeviceId = saved.device.parse().map_err(|_| invalid())?;
         let found = Found {
             lender: saved.lender.parse().map_err(|_| invalid())?,
-            described: saved.described.clone(),
+            described: saved.described(),
+            // QEMU has it.
+            rom: Vec::new(),
             transport: saved.transport,
         };
         let server = self.start(&id, found, left)?;
@@ -144,6 +150,7 @@ impl Lookup {
         let Found {
             lender,
             described,
+            rom,
             transport,
         } = found;
         let (ntb, windows) = match (transport, &self.ntb) {
@@ -171,7 +178,7 @@ impl Lookup {
             quota: self.quota.clone(),
             release: self.release.clone(),
         };
-        let device = Device::new(settings, described, start);
+        let device = Device::new(settings, described, rom, start);
         let (device, client) = device.map_err(|source: DeviceError| StartError::Device {
             device: id.to_owned(),
             source: source.into(),
@@ -221,6 +228,24 @@ impl Lookup {
         find_device(device, lenders, |lender| {
             let mut client = self.connect(lender)?;
             Ok((client.instance()?, client.describe(device)?))
+        })
+    }
+
+    /// The device's expansion ROM. A device works without.
+    fn rom(&self, device: &DeviceId, lender: &Address, described: &Described) -> Vec<u8> {
+        if described.rom == 0 {
+            return Vec::new();
+        }
+        let rom = self
+            .connect(lender)
+            .and_then(|mut client| client.rom(device, described.rom));
+        rom.unwrap_or_else(|error| {
+            log::warn!(
+                "device {device} (VM {}): served without its expansion ROM: {}",
+                self.vm,
+                Chain(&error)
+            );
+            Vec::new()
         })
     }
 

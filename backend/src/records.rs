@@ -19,7 +19,8 @@ use farside_irq_relay::{
     Action, IrqCounts, IrqData, IrqEventFd, IrqIndex, IrqRange, IrqTarget, SetIrqs,
 };
 use farside_keeper::{DeviceFile, Journal, Kept, Snapshots, Words};
-use farside_lender_protocol::{Client, Described, Secret, Transport};
+use farside_lender_protocol::{BarOwner, Client, Described, Secret, Transport};
+use farside_pci::Description;
 use farside_vfio_user::{Connection, Negotiated};
 use serde::{Deserialize, Serialize};
 
@@ -28,12 +29,13 @@ use crate::{
     dma_table::{Backing, DmaTable},
 };
 
-/// The state of a device. A change of it is a new [version](farside_keeper::VERSION).
+/// The state of a device, encoded by position: fields are appended, and zero means that they are absent. A change of it, or
+/// of a structure in it, is a new [version](farside_keeper::RECORDS).
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Saved {
     pub(crate) device: String,
     pub(crate) lender: String,
-    pub(crate) described: Described,
+    pub(crate) described: SavedDescription,
     pub(crate) transport: Transport,
     pub(crate) negotiated: Option<Negotiated>,
     pub(crate) config: Vec<u8>,
@@ -46,6 +48,51 @@ pub(crate) struct Saved {
     pub(crate) absent: bool,
     pub(crate) unplugged: bool,
     pub(crate) ram_taken: bool,
+    /// Bytes of its expansion ROM. Since version 2.
+    pub(crate) rom: u32,
+}
+
+/// A [`Described`] as version 1 has it. What it has got since is beside it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct SavedDescription {
+    pub(crate) description: Description,
+    pub(crate) bars: BarOwner,
+    pub(crate) state: u64,
+}
+
+impl SavedDescription {
+    /// With [`Saved::rom`].
+    pub(crate) fn of(described: &Described) -> (Self, u32) {
+        let Described {
+            description,
+            bars,
+            state,
+            rom,
+        } = described.clone();
+        let saved = Self {
+            description,
+            bars,
+            state,
+        };
+        (saved, rom)
+    }
+}
+
+impl Saved {
+    /// The device, as the client sees it.
+    pub(crate) fn described(&self) -> Described {
+        let SavedDescription {
+            description,
+            bars,
+            state,
+        } = &self.described;
+        Described {
+            description: description.clone(),
+            bars: *bars,
+            state: *state,
+            rom: self.rom,
+        }
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -209,6 +256,12 @@ impl Past {
         self.kept.deliver_signals()
     }
 
+    /// Whether a VM has devices of the process before.
+    pub fn goes_on(&self) -> bool {
+        let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        !devices.is_empty()
+    }
+
     pub(crate) fn kept(&self) -> &Kept {
         &self.kept
     }
@@ -276,7 +329,7 @@ impl Start {
             drop(records(file, snapshots));
             return Ok(None);
         }
-        let saved: Saved = postcard::from_bytes(snapshots.inherited())
+        let saved: Saved = farside_hand_over::decode(snapshots.inherited())
             .map_err(|error| lost(&format!("the state of a device ({error})")))?;
         let counts = farside_lender_protocol::irq_counts(&saved.described.description)
             .map_err(io::Error::other)?;
@@ -534,3 +587,6 @@ impl Drop for Recorded {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

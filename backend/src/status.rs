@@ -18,13 +18,14 @@ use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use crate::served::Served;
 use farside_backend_api::{BackendReport, status::FORMAT};
 use farside_daemon::{OwnedListener, RateLimit, VmName};
-use farside_keeper::Kept;
+use farside_hand_over::FARSIDE;
+use farside_keeper::{Kept, RECORDS};
 
 /// Maximum number of peers with an unread report; others stay in the backlog. Bounds memory.
 const MAX_PEERS: usize = 16;
 
 /// What a backend without its keeper cannot do any more, and the remedy.
-const NO_KEEPER: &str = "its keeper has ended: its devices go on, but if it is killed, too, the VM loses them; stop the VM when that suits, and restart the backend";
+const NO_KEEPER: &str = "its keeper and the spare one have ended: its devices go on, but if it is killed, too, the VM loses them; stop the VM when that suits, and restart the backend";
 
 /// The status socket on the event loop.
 pub(crate) struct StatusServer {
@@ -92,6 +93,10 @@ impl StatusServer {
             pid: std::process::id(),
             problem: self.problem().map(str::to_owned),
             restarts: self.kept.restarts(),
+            farside: Some(FARSIDE.to_owned()),
+            records_version: self.kept.restarts().map(|_| RECORDS.version()),
+            protocol_version: Some(farside_lender_protocol::VERSION),
+            keeper_restarts: self.kept.replaced(),
             devices: self.served.reports(),
         })
     }

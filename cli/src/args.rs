@@ -26,6 +26,7 @@ use crate::{
     revoke::Revoke,
     run::{Start, Stop},
     units::Units,
+    upgrade::Upgrade,
     values::MachineArg,
     vm_flags::VmFlags,
 };
@@ -91,6 +92,7 @@ pub(crate) enum Verb {
     #[command(hide = true)]
     Hook(Hook),
     Units(Units),
+    Upgrade(Upgrade),
     Plan(Box<Plan>),
     Ntb(Ntb),
     Pki(Pki),
@@ -204,7 +206,7 @@ pub(crate) struct Lenders {
 }
 
 impl Lenders {
-    /// Those named, or those that this host's file lists.
+    /// Those named, or those that this host's file lists: where one is meant.
     pub(crate) fn addresses(&self) -> Result<Vec<Address>, LoadError> {
         match self.lenders.as_slice() {
             [] => Ok(HostConfig::read()?.lenders()),
@@ -300,10 +302,16 @@ pub(crate) struct Serve {
     /// ended. Then it is lost; over the network the guest is asked to release it [default: 300].
     #[arg(long, value_name = "SECONDS")]
     pub(crate) lost_after: Option<u64>,
-    /// Start a second process, the keeper, that starts the backend again when it is killed: an
-    /// NVMe model of this host goes on, and QEMU keeps its connection.
+    /// Start the backend in a process of its own, and again when it is killed: an NVMe model of
+    /// this host goes on, and QEMU keeps its connection. Two processes, of which one may be
+    /// killed, keep it. SIGUSR1 ends the first, and the next command with this option and this
+    /// VM goes on with the backend.
     #[arg(long)]
     pub(crate) keeper: bool,
+    /// After SIGTERM, wait so many seconds for a VMM to disconnect, then take the devices from
+    /// it [default: as long as it takes, or until the next SIGTERM].
+    #[arg(long, value_name = "SECONDS", requires = "keeper")]
+    pub(crate) stop_within: Option<u64>,
     /// Group that may connect to the devices' sockets, for a QEMU that runs as
     /// another user: for example libvirt-qemu [default: only this user].
     #[arg(long, value_name = "GROUP")]

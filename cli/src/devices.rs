@@ -1,22 +1,19 @@
 //! `farside devices`.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     io::{self, Write},
-    panic::resume_unwind,
 };
 
 use anyhow::bail;
 use farside_backend_api::{DeviceList, ListedDevice};
 use farside_bench::text_table;
 use farside_error_chain::Chain;
-use farside_lender_protocol::{
-    Address, Availability, BarOwner, CallError, Client, Instance, MAX_ASKED, Transport,
-};
+use farside_lender_protocol::{Address, Availability, BarOwner, CallError, Client, Transport};
 
 use farside_vm_config::{HostConfig, places};
 
-use crate::{args::Devices, terminal::Plain};
+use crate::{args::Devices, lenders::ask_all, terminal::Plain};
 
 pub(crate) fn run(args: &Devices) -> anyhow::Result<()> {
     set_availability(args)?;
@@ -53,22 +50,9 @@ fn list_known(args: &Devices) -> anyhow::Result<()> {
     let mut listed = Vec::new();
     let mut errors = Vec::new();
     let mut at = BTreeMap::new();
-    let mut instances = BTreeSet::new();
-    let (now, before) = args.lenders.known()?;
-    let answers = list_all(&now).into_iter();
-    // Most of these have ended, and are not missed.
-    let former = list_all(&before).into_iter().filter(|(_, answer)| {
-        let failed = answer.as_ref().err();
-        if let Some(error) = failed {
-            log::info!("{}", Chain(error));
-        }
-        failed.is_none()
-    });
-    for (address, devices) in answers.chain(former) {
+    for (address, devices) in ask_all(&args.lenders, list)? {
         match devices {
-            // Known by another address, too.
-            Ok((instance, _)) if !instances.insert(instance.to_string()) => {}
-            Ok((_, devices)) => {
+            Ok(devices) => {
                 for ListedDevice { device, .. } in &devices {
                     let first = at.entry(device.id.clone()).or_insert(address.clone());
                     if *first != address {
@@ -98,30 +82,7 @@ fn list_known(args: &Devices) -> anyhow::Result<()> {
     }
 }
 
-/// A lender's run, and its devices.
-type Listed = (Instance, Vec<ListedDevice>);
-
-/// The devices of each lender. Asks some at a time, as one that does not answer takes its time.
-fn list_all(lenders: &[Address]) -> Vec<(Address, Result<Listed, CallError>)> {
-    let mut answers = Vec::new();
-    for some in lenders.chunks(MAX_ASKED) {
-        std::thread::scope(|scope| {
-            let asked = some
-                .iter()
-                .map(|lender| (lender, scope.spawn(|| list(lender))));
-            // All are asked before the first answer is awaited.
-            let asked: Vec<_> = asked.collect();
-            for (lender, answer) in asked {
-                let answer = answer.join().unwrap_or_else(|panic| resume_unwind(panic));
-                answers.push((lender.clone(), answer));
-            }
-        });
-    }
-    answers
-}
-
-fn list(address: &Address) -> Result<Listed, CallError> {
-    let mut client = Client::connect(address, None)?;
+fn list(address: &Address, client: &mut Client) -> Result<Vec<ListedDevice>, CallError> {
     let lender = client.lender().to_owned();
     let devices = client.devices()?.into_iter().map(|device| ListedDevice {
         lender: lender.clone(),
@@ -129,7 +90,7 @@ fn list(address: &Address) -> Result<Listed, CallError> {
         transport: transport(address, &device.source),
         device,
     });
-    Ok((client.instance()?, devices.collect()))
+    Ok(devices.collect())
 }
 
 /// How the device would reach a VM of this host.

@@ -8,8 +8,8 @@ use farside_fabric::VmShare;
 use farside_lender::{
     Lender,
     config::{
-        Config, DeviceConfig, Model, NtbConfig, Program, Source, VfioConfig, VfioUserConfig,
-        VfsConfig,
+        Config, DeviceConfig, Model, NtbConfig, Program, RomConfig, Source, VfioConfig,
+        VfioUserConfig, VfsConfig,
     },
     run_keeper, run_worker,
 };
@@ -60,6 +60,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
             function,
             force: args.force,
             allow_dirty: args.allow_dirty,
+            rom: RomConfig::default(),
         }),
         borrowers: borrowers.clone(),
     });

@@ -12,6 +12,7 @@ mod doctor;
 mod hook;
 mod hotplug;
 mod lend;
+mod lenders;
 mod libvirt;
 mod logging;
 mod migrate;
@@ -28,6 +29,7 @@ mod signals;
 mod status;
 mod terminal;
 mod units;
+mod upgrade;
 mod values;
 mod vm_flags;
 mod waiting;
@@ -84,6 +86,7 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Verb::Bench(bench) => bench::run(&bench),
         Verb::Hook(hook) => hook::run(&hook),
         Verb::Units(units) => units::run(&units),
+        Verb::Upgrade(upgrade) => upgrade::run(&upgrade),
         Verb::Plan(plan) => plan::run(&plan),
         Verb::Ntb(ntb) => ntb::run(&ntb),
         Verb::Pki(pki) => pki::run(pki),

@@ -1,11 +1,17 @@
 //! `farside serve`.
 
-use std::{os::fd::AsFd, process::Command, time::Duration};
+use std::{
+    os::fd::AsFd,
+    process::Command,
+    sync::{Arc, Condvar, Mutex, PoisonError},
+    time::Duration,
+};
 
 use anyhow::Context;
 use farside_backend::{Backend, Config, Helper, Interrupts, Past, ReleaseHook, serve_backend};
-use farside_daemon::{Activated, Wakeup, paths};
+use farside_daemon::{Activated, VmName, Wakeup, paths, raise_open_files};
 use farside_fabric::pin::PinPolicy;
+use farside_keeper::{Former, Options};
 use farside_vm_config::{DeviceConfig, HostConfig, VmConfig};
 
 use crate::{
@@ -19,14 +25,31 @@ use crate::{
 /// Default of `--lost-after`, seconds.
 const LOST_AFTER: u64 = 300;
 
+/// Time in which a start ends at a signal: the process has 5 s.
+const STOP_TIMEOUT: Duration = Duration::from_secs(3);
+const NO_VM: &str = "no VM given: use --vm NAME";
+
 /// QEMU's default `x-msg-timeout`.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
-    let activated = Activated::from_env()?;
+    let mut activated = Activated::from_env()?;
     if !args.keeper {
         return serve(args, activated, Past::default());
     }
+    let socket = paths::keeper_socket(&name(&args)?);
+    raise_open_files();
+    let former = Former::take(&socket)?;
+    if let Some(highest) = former.highest() {
+        activated
+            .move_above(highest)
+            .context("cannot keep the service manager's sockets")?;
+    }
+    let options = Options {
+        former,
+        announce: &farside_daemon::ready,
+        patience: args.stop_within.map(Duration::from_secs),
+    };
     let backend = |kept| {
         // The service manager listens to the process that it has started.
         farside_daemon::end_notices();
@@ -38,11 +61,20 @@ pub(crate) fn run(args: Serve) -> anyhow::Result<()> {
             }
         }
     };
-    let ended = farside_keeper::keep(backend, farside_daemon::ready);
-    match ended.context("cannot start the backend's process")? {
+    match farside_keeper::keep(backend, options)? {
         0 => Ok(()),
         code => std::process::exit(code.into()),
     }
+}
+
+/// The name of the VM.
+fn name(args: &Serve) -> anyhow::Result<VmName> {
+    let named = match (&args.vm, &args.config) {
+        (Some(vm), _) => Some(vm.clone()),
+        (None, Some(path)) => VmConfig::load(path)?.name,
+        (None, None) => None,
+    };
+    named.context(NO_VM)
 }
 
 fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
@@ -57,10 +89,7 @@ fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
             }
         }
     };
-    let vm = args
-        .vm
-        .or(file.name.take())
-        .context("no VM given: use --vm NAME")?;
+    let vm = args.vm.or(file.name.take()).context(NO_VM)?;
     farside_migration::may_run(&farside_migration::LocalHost, &vm)?;
     let more = args.devices.into_iter().map(DeviceConfig::from);
     file.devices.extend(more);
@@ -102,6 +131,9 @@ fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
     let mut program = Command::new("/proc/self/exe");
     program.args(["serve-helper", vm.as_str()]);
     let helper = Helper::start(program).context("cannot start the backend's helper process")?;
+    let starting = Starting::default();
+    // A VM that has its devices already keeps them until the second signal.
+    let stops = (!past.goes_on()).then(|| (starting.clone(), helper.clone()));
     let asked = helper.clone();
     let release = ReleaseHook::new(move |device, limit| asked.release(device, limit));
     let config = Config {
@@ -125,13 +157,64 @@ fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
         past,
         helper: Some(helper),
     };
-    let backend = Backend::start_activated(&config, activated)?;
-    // A thread that was started before would have kept the rights that the backend has given up.
-    signals
-        .raise(&stop, |signal| log::info!("{signal} received"))
-        .context("cannot wait for signals")?;
-    backend.run(stop)?;
+    let catch = || {
+        signals.raise(&stop, move |signal| {
+            log::info!("{signal} received");
+            if let Some((starting, helper)) = &stops {
+                starting.stop(helper);
+            }
+        })
+    };
+    let backend = Backend::start_activated(&config, activated, catch);
+    if starting.is_stopped() {
+        log::info!("backend of VM {} stopped before it served", config.vm);
+        return Ok(());
+    }
+    backend?.run(stop)?;
     Ok(())
+}
+
+/// The start of a backend, which waits for its helper process and for lenders until a signal comes.
+#[derive(Clone, Default)]
+struct Starting(Arc<(Mutex<Phase>, Condvar)>);
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Phase {
+    #[default]
+    Starts,
+    Stops,
+    Over,
+}
+
+impl Starting {
+    /// Ends the start, if that goes on, or the process if the start does not end in time.
+    fn stop(&self, helper: &Helper) {
+        let (phase, over) = &*self.0;
+        let mut now = phase.lock().unwrap_or_else(PoisonError::into_inner);
+        if *now != Phase::Starts {
+            return;
+        }
+        *now = Phase::Stops;
+        helper.stop_waiting();
+        let goes_on = |now: &mut Phase| *now != Phase::Over;
+        let waited = over.wait_timeout_while(now, STOP_TIMEOUT, goes_on);
+        let (now, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if *now != Phase::Over {
+            log::warn!(
+                "the start waits for a lender or the NTB link, and has not ended within {STOP_TIMEOUT:?}: exiting"
+            );
+            std::process::exit(0);
+        }
+    }
+
+    /// The start is over: whether a signal has ended it.
+    fn is_stopped(&self) -> bool {
+        let (phase, over) = &*self.0;
+        let mut now = phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *now, Phase::Over);
+        over.notify_all();
+        before == Phase::Stops
+    }
 }
 
 /// `farside serve-helper`: serves the backend at standard input.

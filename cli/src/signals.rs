@@ -30,7 +30,11 @@ impl Termination {
     }
 
     /// As [`raise_on_signal`], also for signals since [`Termination::catch`].
-    pub(crate) fn raise(mut self, stop: &Wakeup, announce: fn(&str)) -> std::io::Result<()> {
+    pub(crate) fn raise(
+        mut self,
+        stop: &Wakeup,
+        announce: impl Fn(&str) + Send + 'static,
+    ) -> std::io::Result<()> {
         let stop = stop.clone();
         std::thread::Builder::new()
             .name("signals".into())

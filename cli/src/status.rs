@@ -10,10 +10,11 @@ use std::{
 use anyhow::{Context, anyhow, bail};
 use farside_backend_api::{BackendReport, DeviceReport, LenderReport, Status};
 use farside_daemon::{VmName, paths};
-use farside_lender_protocol::{Address, Availability, Client, DeviceStatus, LimitUse};
+use farside_error_chain::Chain;
+use farside_lender_protocol::{Address, Availability, CallError, Client, DeviceStatus, LimitUse};
 use farside_vm_control::connect_by;
 
-use crate::{args::Status as Args, terminal::Plain};
+use crate::{args::Status as Args, lenders::ask_all, terminal::Plain};
 
 /// How long a backend may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -42,11 +43,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     }
     let mut lenders = Vec::new();
-    for address in args.lenders.addresses()? {
-        match lender(&address) {
+    for (_, answer) in ask_all(&args.lenders, lender)? {
+        match answer {
             Ok(lender) => lenders.push(lender),
-            Err(error) if args.lenders.lenders.is_empty() => log::warn!("{error:#}"),
-            Err(error) => return Err(error),
+            Err(error) if args.lenders.lenders.is_empty() => log::warn!("{}", Chain(&error)),
+            Err(error) => return Err(error.into()),
         }
     }
     let status = Status::new(backends, lenders);
@@ -105,8 +106,7 @@ fn is_denied(error: &anyhow::Error) -> bool {
     cause.is_some_and(|cause| cause.kind() == ErrorKind::PermissionDenied)
 }
 
-fn lender(address: &Address) -> anyhow::Result<LenderReport> {
-    let mut client = Client::connect(address, None)?;
+fn lender(address: &Address, client: &mut Client) -> Result<LenderReport, CallError> {
     let devices = client
         .devices()?
         .into_iter()
@@ -120,7 +120,7 @@ fn lender(address: &Address) -> anyhow::Result<LenderReport> {
     })
 }
 
-fn running_vms() -> anyhow::Result<Vec<VmName>> {
+pub(crate) fn running_vms() -> anyhow::Result<Vec<VmName>> {
     let directory = paths::runtime_dir().join("vm");
     let entries = match std::fs::read_dir(&directory) {
         Ok(entries) => entries,
@@ -154,6 +154,9 @@ fn write(text: &mut String, status: &Status, hidden: bool) -> fmt::Result {
         writeln!(text, "VM {}", backend.vm)?;
         if let Some(restarts @ 1..) = backend.restarts {
             writeln!(text, "  started again {restarts} times")?;
+        }
+        if let Some(restarts @ 1..) = backend.keeper_restarts {
+            writeln!(text, "  its keeper was replaced {restarts} times")?;
         }
         if let Some(problem) = &backend.problem {
             writeln!(text, "  problem: {problem}")?;

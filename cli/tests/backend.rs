@@ -8,11 +8,12 @@ use std::{
         fd::AsFd,
         unix::net::{UnixDatagram, UnixListener, UnixStream},
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, ChildStderr, Command, Stdio},
     time::{Duration, Instant},
 };
 
+use farside_lender_protocol::{Envelope, Instance, Listener, Reply};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::{
@@ -39,7 +40,17 @@ struct Process {
 
 impl Process {
     fn start(dir: &tempfile::TempDir, args: &[&str], ready: &str) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_farside"));
+        Self::start_of(env!("CARGO_BIN_EXE_farside").as_ref(), dir, args, ready)
+    }
+
+    fn start_of(program: &Path, dir: &tempfile::TempDir, args: &[&str], ready: &str) -> Self {
+        let mut process = Self::spawn(program, dir, args);
+        process.logs(ready);
+        process
+    }
+
+    fn spawn(program: &Path, dir: &tempfile::TempDir, args: &[&str]) -> Self {
+        let mut command = Command::new(program);
         let notify = dir.path().join(NOTIFY);
         if notify.exists() {
             command.env("NOTIFY_SOCKET", notify);
@@ -52,9 +63,7 @@ impl Process {
             .spawn()
             .expect("the program starts");
         let log = BufReader::new(child.stderr.take().expect("a pipe"));
-        let mut process = Self { child, log };
-        process.logs(ready);
-        process
+        Self { child, log }
     }
 
     /// Waits for a line of its log.
@@ -100,6 +109,16 @@ impl Drop for Process {
         // If it has ended, only the wait is needed.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// Ends a backend with a keeper, of which each process goes on without the others.
+struct WithKeeper(PathBuf);
+
+impl Drop for WithKeeper {
+    fn drop(&mut self) {
+        // Fails if it has ended.
+        let _ = farside_keeper::end(&self.0);
     }
 }
 
@@ -244,6 +263,61 @@ fn a_helper_that_ends_is_noticed() {
     assert!(!log.contains("its helper process has ended"), "{log}");
 }
 
+/// The status of the backend, when it has been started again once.
+fn status_after_restart(dir: &tempfile::TempDir) -> serde_json::Value {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let mut status = String::new();
+        let stream = UnixStream::connect(dir.path().join("vm/web1/status"));
+        let read = stream.and_then(|mut stream| stream.read_to_string(&mut status));
+        let json = serde_json::from_str::<serde_json::Value>(&status);
+        match (read, json) {
+            (Ok(_), Ok(json)) if json["restarts"] == 1 => return json,
+            _ => assert!(Instant::now() < deadline, "{status}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// An upgrade replaces the binary. What a crash starts is what has crashed.
+#[test]
+fn a_backend_that_is_killed_after_an_upgrade_is_started_again_as_it_was() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = dir.path().join("farside");
+    fs::copy(env!("CARGO_BIN_EXE_farside"), &program).expect("a copy");
+    let _lender = Process::start(&dir, &["lend", "--dma-test", "dma0"], "listens at");
+    let args = ["serve", "--keeper", "--vm", "web1", "--device", "dma0"];
+    let keeper = Process::start_of(&program, &dir, &args, "served at");
+    let _backend = WithKeeper(dir.path().join("keepers/web1"));
+    let other = dir.path().join("other");
+    fs::write(&other, "not a program").expect("a file");
+    fs::rename(&other, &program).expect("a name");
+    kill_process(keeper.helper(), Signal::KILL).expect("a process");
+    let status = status_after_restart(&dir);
+    assert_eq!(status["farside"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(status["records_version"], 2);
+    let answer = request(&dir, "\"status\"");
+    assert!(answer.contains("dma0.sock"), "{answer}");
+    // It needs its helper, which is the same program, too.
+    let answer = request(&dir, "{\"detach\":{\"device\":\"dma0\"}}");
+    assert!(answer.contains("detached"), "{answer}");
+    let answer = request(&dir, "{\"attach\":{\"device\":\"dma0\"}}");
+    assert!(answer.contains("dma0.sock"), "{answer}");
+    let check = Command::new(env!("CARGO_BIN_EXE_farside"))
+        .args(["upgrade", "--check", "--json"])
+        .env("FARSIDE_RUNTIME_DIR", dir.path())
+        .env("FARSIDE_CONFIG_DIR", dir.path())
+        .output()
+        .expect("the program starts");
+    assert!(check.status.success(), "{check:?}");
+    let check: serde_json::Value = serde_json::from_slice(&check.stdout).expect("JSON");
+    assert_eq!(check["goes_on"], true);
+    assert_eq!(check["vms"][0]["vm"], "web1");
+    assert_eq!(check["vms"][0]["farside"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(check["vms"][0]["devices"][0]["device"], "dma0");
+    assert!(check["vms"][0]["devices"][0]["obstacle"].is_null());
+}
+
 /// Not even while it waits for the helper on behalf of a client: to connect to the lender.
 #[test]
 fn a_backend_ends_in_time_although_its_helper_is_stopped() {
@@ -272,6 +346,71 @@ fn a_backend_ends_in_time_although_its_helper_is_stopped() {
     assert!(took < Duration::from_secs(5), "{took:?}: {log}");
     assert!(log.contains("vm/web1 is left"), "{log}");
     wait(helper);
+}
+
+/// What a backend that starts waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Silent {
+    /// Its helper, which waits for a lender to answer Hello.
+    Lender,
+    /// Its helper, which is stopped.
+    Helper,
+    /// A lender that has answered Hello.
+    LenderAfterHello,
+}
+
+#[test]
+fn a_backend_that_starts_ends_in_time_whatever_it_waits_for() {
+    for silent in [Silent::Lender, Silent::Helper, Silent::LenderAfterHello] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let address = dir.path().join("silent.sock");
+        let lender = Listener::bind(&address).expect("a socket");
+        let args = ["serve", "--vm", "web1", "--device", "dma0", "--lender"];
+        let args = [&args[..], &[address.to_str().expect("UTF-8")]].concat();
+        let mut backend = Process::spawn(env!("CARGO_BIN_EXE_farside").as_ref(), &dir, &args);
+        let begin = Instant::now();
+        let mut peer = loop {
+            if let Some(peer) = lender.accept().expect("a socket") {
+                break peer;
+            }
+            assert!(begin.elapsed() < DEADLINE, "the helper does not connect");
+            std::thread::yield_now();
+        };
+        let helper = backend.helper();
+        if silent == Silent::Helper {
+            kill_process(helper, Signal::STOP).expect("a process");
+        }
+        if silent == Silent::LenderAfterHello {
+            peer.receive::<Envelope>(DEADLINE).expect("Hello");
+            let welcome = Reply::Welcome {
+                lender: "silent".into(),
+                instance: Instance::random().expect("random bytes"),
+            };
+            peer.send(&welcome, &[], DEADLINE).expect("a peer");
+            peer.receive::<Envelope>(DEADLINE)
+                .expect("the backend's request");
+        }
+        let begin = Instant::now();
+        kill_process(backend.pid(), Signal::TERM).expect("a process");
+        wait(backend.pid());
+        let took = begin.elapsed();
+        if silent == Silent::Helper {
+            // It has the log open, too.
+            kill_process(helper, Signal::CONT).expect("a process");
+        }
+        backend.logs("SIGTERM received");
+        let log = backend.end();
+        let (limit, words) = match silent {
+            Silent::Lender | Silent::Helper => (3, "stopped before it served"),
+            Silent::LenderAfterHello => (5, "has not ended within 3s: exiting"),
+        };
+        assert!(
+            took < Duration::from_secs(limit),
+            "{silent:?}: {took:?}: {log}"
+        );
+        assert!(log.contains(words), "{silent:?}: {log}");
+        wait(helper);
+    }
 }
 
 #[test]

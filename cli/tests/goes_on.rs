@@ -383,6 +383,41 @@ fn a_file_that_is_no_sealed_state_is_refused_in_words() {
 }
 
 #[test]
+fn a_state_of_a_later_version_is_refused_and_waits_for_a_lender_that_reads_it() {
+    let lender = Lender::start();
+    let state = lender.state();
+    let (_client, lease) = lender.borrow("web1", &state, None).expect("a lease");
+    let chain = lease.chain.expect("a chain");
+    lender.kill_worker();
+    let file = File::from(state.try_clone().expect("a descriptor"));
+    let version = |version: u32| {
+        let written = file.write_all_at(&version.to_le_bytes(), STATE_PAGE + 8);
+        written.expect("memory");
+    };
+    for later in [3, 999] {
+        version(later);
+        let refused = lender.refusal("web1", &state, Some(chain));
+        // Not the end of the chain: the borrower asks again.
+        assert_eq!(refused.kind, ErrorKind::Invalid, "{refused}");
+        for part in [
+            &format!("the state of the NVMe controller has version {later} (of farside"),
+            "reads versions 1 and 2",
+            "start the lender of farside",
+        ] {
+            assert!(refused.message.contains(part), "no {part:?} in {refused}");
+        }
+    }
+    // The version before.
+    version(1);
+    let (_client, mut lease) = lender.borrow_soon("web1", &state, Some(chain));
+    assert_eq!(self::version(&mut lease), 0x1_0400);
+    let mut written = [0; 4];
+    let read = file.read_exact_at(&mut written, STATE_PAGE + 8);
+    read.expect("memory");
+    assert_eq!(u32::from_le_bytes(written), 2);
+}
+
+#[test]
 fn a_state_of_garbage_is_refused_or_harmless() {
     let lender = Lender::start();
     let state = lender.state();

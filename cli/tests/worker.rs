@@ -316,6 +316,14 @@ fn a_worker_has_no_privileges_and_its_own_user() {
     assert!(worker.arguments.contains(&"web1".to_owned()));
     let is_root = rustix::process::geteuid().is_root();
     let uid = (2_000_000_000 + worker.pid.as_raw_nonzero().get()).to_string();
+    let limits = fs::read_to_string(format!("/proc/{}/limits", worker.pid.as_raw_nonzero()));
+    let limits = limits.expect("a process");
+    let files = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max open files"));
+    let files = files.expect("the kernel's limits").split_whitespace();
+    let most = |limit: &str| limit.parse::<u64>().is_ok_and(|limit| limit <= 32 << 10);
+    assert!(files.take(2).all(most), "{limits}");
     let threads = worker.threads();
     assert!(threads.len() >= 3, "{threads:?}");
     for thread in threads {
@@ -394,6 +402,22 @@ fn the_end_of_a_worker_costs_its_own_lease_only() {
     drop(other);
     assert_closed(&mut others);
     until(|| lender.holder("dma1").is_none());
+}
+
+/// The device's thread makes them, which has its guest's accesses to serve.
+#[test]
+fn a_flood_of_requests_for_a_status_costs_a_worker_a_report_in_10_ms() {
+    let lender = Lender::start();
+    let (mut client, _registers) = borrow(&lender, "dma0", "web1");
+    client.reset().expect("an answer");
+    let (mut other, device) = (lender.client(Some("web2")), "dma0".parse().expect("an id"));
+    let begin = Instant::now();
+    for _ in 0..=50 {
+        other.status(&device).expect("a status");
+    }
+    let took = begin.elapsed();
+    assert!(took >= Duration::from_millis(500), "{took:?}");
+    client.reset().expect("the lease is as it was");
 }
 
 #[test]

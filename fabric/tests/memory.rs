@@ -30,6 +30,9 @@ fn what_is_no_memory_is_refused() {
     assert!(error(null.into(), 0, 4096).contains("no regular file"));
     let (pipe, _other) = rustix::pipe::pipe().expect("pipe");
     assert!(error(pipe, 0, 4096).contains("no regular file"));
+    // As on a FUSE file system, a process of the client would answer page faults.
+    let file = File::open("/proc/self/status").expect("/proc");
+    assert!(error(file.into(), 0, 4096).contains("not in memory"));
 }
 
 #[test]

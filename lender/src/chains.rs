@@ -67,7 +67,8 @@ impl Chain {
 
     /// Whether the medium, and the system with its cache, are those of the chain.
     pub(crate) fn goes_on_with(&self, medium: ImageId) -> bool {
-        self.medium == medium && boot().is_ok_and(|boot| *boot == self.boot)
+        let same_system = || boot().is_ok_and(|boot| *boot == self.boot);
+        self.medium == medium && (medium == ImageId::None || same_system())
     }
 }
 

@@ -200,6 +200,39 @@ pub struct VfioConfig {
     /// left in it.
     #[serde(default)]
     pub allow_dirty: bool,
+    /// The expansion ROM that guests see: the function's own, none (`false`), or a file.
+    #[serde(default)]
+    pub rom: RomConfig,
+}
+
+/// See [`VfioConfig::rom`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(from = "RawRom")]
+pub enum RomConfig {
+    /// The function's own, if it has one.
+    #[default]
+    Own,
+    /// None.
+    Hidden,
+    /// This file.
+    File(PathBuf),
+}
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "`rom` is true, false or a path")]
+enum RawRom {
+    Shown(bool),
+    File(PathBuf),
+}
+
+impl From<RawRom> for RomConfig {
+    fn from(raw: RawRom) -> Self {
+        match raw {
+            RawRom::Shown(true) => Self::Own,
+            RawRom::Shown(false) => Self::Hidden,
+            RawRom::File(path) => Self::File(path),
+        }
+    }
 }
 
 /// Another vfio-user server of this host.
@@ -442,6 +475,23 @@ mod tests {
             unknown.contains("`nvm`, expected `nvme` or `dma-test`"),
             "{unknown}"
         );
+    }
+
+    #[test]
+    fn a_rom_is_the_functions_own_a_file_or_none() {
+        let rom = |more: &str| {
+            let table = format!("function = \"0000:03:00.0\"\n{more}");
+            toml::from_str::<VfioConfig>(&table).map(|it| it.rom)
+        };
+        assert_eq!(rom(""), Ok(RomConfig::Own));
+        assert_eq!(rom("rom = true"), Ok(RomConfig::Own));
+        assert_eq!(rom("rom = false"), Ok(RomConfig::Hidden));
+        assert_eq!(
+            rom("rom = \"/a.rom\""),
+            Ok(RomConfig::File("/a.rom".into()))
+        );
+        let error = rom("rom = 5").unwrap_err().to_string();
+        assert!(error.contains("true, false or a path"), "{error}");
     }
 
     #[test]

@@ -6,14 +6,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{LenderName, VmName, Wakeup};
+use farside_daemon::{DeviceId, LenderName, VmName, Wakeup};
+use farside_devices::nvme;
 use farside_error_chain::Chain;
 use farside_fabric::{AdapterUsage, NtbLimits, soft::Adapter};
 use farside_lender_protocol::{
     Channel, ChannelError, Envelope, ErrorKind, Identity, LimitUse, MAX_DEVICES, MAX_REVOKE_LIMIT,
-    RegisterToken, RemoteError, Reply, Request, Resource, TOKEN_LIFE, Transport,
+    RegisterToken, RemoteError, Reply, Request, Resource, STATE_PAGE, TOKEN_LIFE, Transport,
 };
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::{SealFlags, fcntl_get_seals},
+};
 
 use crate::{
     chains,
@@ -297,6 +301,27 @@ fn operate(
     Ok(Reply::Done)
 }
 
+/// Refuses to go on from a state of a version that workers of this lender do not read, before anything is granted: the
+/// device stays kept for its VM, and another lender may read it.
+fn check_state(device: &DeviceId, state: &OwnedFd) -> Result<(), RemoteError> {
+    // Reading memory does not block, whatever else a peer may send. A worker says what is wrong with that.
+    let is_memory = fcntl_get_seals(state).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+    let mut header = [0; nvme::STATE_HEADER];
+    if !is_memory || rustix::io::pread(state, &mut header, STATE_PAGE) != Ok(header.len()) {
+        return Ok(());
+    }
+    match nvme::check_state(&header) {
+        Err(nvme::StateError::Version(why)) => Err(RemoteError {
+            kind: ErrorKind::Invalid,
+            message: format!(
+                "device {device} cannot go on with this lender: {why}: start the lender of {}, until then I/O waits, for lost-after at most",
+                why.remedy()
+            ),
+        }),
+        _ => Ok(()),
+    }
+}
+
 /// Moves the connection into the device's thread, which answers the request.
 fn lend(
     connection: Channel,
@@ -317,15 +342,20 @@ fn lend(
         let error = invalid("BorrowAndKeep without the file of the state".into());
         return Err((connection, error));
     }
+    if let (Some(state), true) = (&state, going.is_some_and(|it| it.resumes.is_some()))
+        && let Err(error) = check_state(&device, state)
+    {
+        return Err((connection, error));
+    }
     let granted = match going {
         Some(Going {
             resumes: Some(_), ..
-        }) if !registry.has_medium(&device) => Err(chains::ended(
+        }) if !registry.can_go_on(&device, transport) => Err(chains::ended(
             &device,
             &vm,
             "it has no medium that can be identified",
         )),
-        Some(going) if registry.has_medium(&device) || !keeps_state => {
+        Some(going) if registry.can_go_on(&device, transport) || !keeps_state => {
             let granted = registry.grant_medium(&device, &vm, fence, going);
             granted.map(|(grant, chain)| (grant, Some(chain)))
         }

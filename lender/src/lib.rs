@@ -48,7 +48,10 @@ mod vfio;
 mod vfio_user;
 mod worker;
 
-pub use keeper::{KeeperError, run as run_keeper};
+pub use farside_devices::nvme::STATE_FORMAT;
+pub use keeper::{
+    KeeperError, KeptLeases, LEASES, LeaseFormat, look as kept_leases, run as run_keeper,
+};
 pub use server::{Lender, StartError, TakeError};
 pub use vfio::{BindError, bind, release};
 pub use worker::{WorkerError, run as run_worker};

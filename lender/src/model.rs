@@ -65,6 +65,7 @@ impl ModelDevice {
         let described = Described {
             description: device.description().clone(),
             bars: BarOwner::Borrower,
+            rom: 0,
             state: match device.state_bytes() {
                 0 => 0,
                 bytes => STATE_PAGE + bytes,

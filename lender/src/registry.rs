@@ -127,6 +127,8 @@ struct Slot {
     summary: String,
     source: &'static str,
     described: Arc<Described>,
+    /// Its expansion ROM, if it has one.
+    rom: Arc<[u8]>,
     queue: Arc<RequestQueue>,
     access: Arc<Access>,
     /// The last issued generation.
@@ -265,6 +267,7 @@ impl Registry {
             summary: described.description.summary.clone(),
             source,
             described: Arc::new(described),
+            rom: Arc::default(),
             queue: Arc::new(queue),
             access: Arc::new(access),
             generation,
@@ -477,6 +480,25 @@ impl Registry {
         let records = self.lock();
         let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
         Ok(Arc::clone(&slot.described))
+    }
+
+    /// Sets a device's expansion ROM.
+    pub(crate) fn set_rom(&self, id: &DeviceId, rom: Arc<[u8]>) {
+        if let Some(slot) = self.lock().slots.get_mut(id) {
+            slot.rom = rom;
+        }
+    }
+
+    /// A device's expansion ROM.
+    pub(crate) fn rom(&self, id: &DeviceId) -> Result<Arc<[u8]>, RemoteError> {
+        let records = self.lock();
+        let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
+        match slot.rom.is_empty() {
+            true => Err(invalid(format!(
+                "device {id} has no expansion ROM, or it was lent already when this lender started"
+            ))),
+            false => Ok(Arc::clone(&slot.rom)),
+        }
     }
 
     pub(crate) fn queue(&self, id: &DeviceId) -> Result<Arc<RequestQueue>, RemoteError> {

@@ -9,8 +9,8 @@ use std::{
 use farside_daemon::{DeviceId, LenderName, VmName};
 use farside_fabric::NtbLimits;
 use farside_lender_protocol::{
-    ErrorKind, Generation, HeldFence, Identity, RamRange, RemoteError, Reply, Request, Secret,
-    Transport, VERSION,
+    ErrorKind, Generation, HeldFence, Identity, ROM_PART, RamRange, RemoteError, Reply, Request,
+    Secret, Transport, VERSION,
 };
 
 use crate::{
@@ -189,6 +189,13 @@ fn answer_peer(
             may_borrow(&device)?;
             let described = (*registry.described(&device)?).clone();
             Answer::Reply(Reply::Description(Box::new(described)))
+        }
+        Request::Rom { device, offset } => {
+            may_borrow(&device)?;
+            let rom = registry.rom(&device)?;
+            let rest = rom.get(offset as usize..).unwrap_or_default();
+            let part = &rest[..rest.len().min(ROM_PART)];
+            Answer::Reply(Reply::Rom(part.to_vec()))
         }
         Request::Status { device } => {
             may_borrow(&device)?;

@@ -265,9 +265,18 @@ impl Lender {
     /// Serves until stopped; then ends all leases and unlinks the socket.
     pub fn run(self) -> io::Result<()> {
         loop {
-            let mut fds = vec![PollFd::new(&self.stop, PollFlags::IN)];
+            let (started, keeper) = self.keeper.watched();
+            let mut fds = vec![
+                PollFd::new(&self.stop, PollFlags::IN),
+                PollFd::new(started, PollFlags::IN),
+            ];
             let listeners = self.listeners.iter();
             fds.extend(listeners.map(|listener| PollFd::new(listener, PollFlags::IN)));
+            fds.extend(
+                keeper
+                    .iter()
+                    .map(|keeper| PollFd::new(keeper, PollFlags::IN)),
+            );
             match poll(&mut fds, None) {
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => continue,
@@ -276,6 +285,8 @@ impl Lender {
             if !fds[0].revents().is_empty() {
                 return Ok(());
             }
+            drop(fds);
+            self.keeper.look_after();
             for listener in &self.listeners {
                 self.accept_all(listener);
             }

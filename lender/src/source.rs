@@ -18,6 +18,7 @@ use farside_lender_protocol::{
     BarMemory, Counter, Described, DeviceEntry, DeviceStatus, IrqUpdate, LimitUse, RamRange,
     RemoteError, Transport,
 };
+use farside_pci::Piece;
 use serde::{Deserialize, Serialize};
 
 use crate::registry::GrantedChain;
@@ -35,6 +36,11 @@ pub(crate) trait Available: Send {
 
     /// The device's description. Constant.
     fn described(&self) -> &Described;
+
+    /// Its expansion ROM; empty if it has none, or that cannot be read now. Constant.
+    fn rom(&self) -> Arc<[u8]> {
+        Arc::default()
+    }
 
     /// Whether a guest with this RAM, of `vm` if known, could borrow it.
     fn check(
@@ -129,6 +135,16 @@ pub(crate) trait LeasedDevice: Send {
 
     /// Writes `data` (1, 2, 4 or 8 bytes, naturally aligned, in the BAR).
     fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]);
+
+    /// Reads configuration space, as far as a borrower may: `None` if not at all. Software models have nothing to read.
+    fn config_read(&mut self, _piece: Piece) -> Option<u32> {
+        None
+    }
+
+    /// Writes configuration space, as far as a borrower may. Returns whether it may at all.
+    fn config_write(&mut self, _piece: Piece, _value: u32) -> bool {
+        false
+    }
 
     /// The borrower's process may be told that `count` register accesses of this lease are served.
     fn accessed(&mut self, _count: u64) {}

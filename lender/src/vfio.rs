@@ -23,12 +23,14 @@
 //! reports that it is not open elsewhere.
 
 mod bind;
+mod config_space;
 mod dma_path;
 mod faults;
 mod find;
 mod in_worker;
 mod irqs;
 mod leased;
+mod rom;
 
 use std::{
     os::fd::OwnedFd,
@@ -57,6 +59,7 @@ pub(crate) use find::{Found, api, create_vfs, find};
 pub(crate) use in_worker::{FunctionConfig, WorkerFunction};
 pub(crate) use irqs::{FunctionIrqs, Raises};
 use leased::{LeasedFunction, Opened, Owner, open_clean};
+use rom::Rom;
 
 /// Why a function is not lent over the network.
 const NO_NETWORK: &str = "a physical function is reached through an NTB between the hosts, not over the network: lend its block device instead (`--nvme ID=/dev/nvme0n1`)";
@@ -88,6 +91,9 @@ pub(crate) struct Probed {
     described: Described,
     usable: UsableIova,
     can_reset: bool,
+    /// Its expansion ROM. A lender that finds the function open does not have it.
+    #[serde(skip)]
+    rom: Arc<[u8]>,
 }
 
 impl Probed {
@@ -123,9 +129,10 @@ impl VfioDevice {
             binding,
             allow_dirty,
             host,
+            rom,
             ..
         } = found;
-        let probed = match known.map_or_else(|| look_at(api, bdf), Ok) {
+        let mut probed = match known.map_or_else(|| look_at(api, bdf), Ok) {
             Ok(found) => found,
             Err(error) => {
                 if matches!(error, VfioError::Busy { .. }) {
@@ -136,6 +143,11 @@ impl VfioDevice {
                 return Err(error);
             }
         };
+        if let Rom::Fixed(bytes) = rom {
+            // At most `rom::MAX`.
+            probed.described.rom = bytes.len() as u32;
+            probed.rom = bytes;
+        }
         if !probed.can_reset && !allow_dirty {
             log::warn!(
                 "device {id} ({bdf}) cannot be reset: it is lent to one VM only, unless it is lent with allow-dirty"
@@ -247,6 +259,10 @@ impl Available for VfioDevice {
         &self.0.probed.described
     }
 
+    fn rom(&self) -> Arc<[u8]> {
+        Arc::clone(&self.0.probed.rom)
+    }
+
     fn check(
         &self,
         vm: Option<&VmName>,
@@ -350,10 +366,17 @@ impl Owner for VfioDevice {
 fn look_at(api: Api, bdf: Bdf) -> Result<Probed, VfioError> {
     let domain = Domain::new(api)?;
     let function = domain.open(bdf)?;
+    let rom = rom::of(&function)?;
+    let described = Described {
+        // At most `rom::MAX`.
+        rom: rom.len() as u32,
+        ..describe(&function)?
+    };
     let found = Probed {
         bdf,
         api,
-        described: describe(&function)?,
+        described,
+        rom,
         usable: domain.usable_iova()?,
         can_reset: function.can_reset(),
     };
@@ -366,6 +389,7 @@ fn describe(function: &Function) -> Result<Described, VfioError> {
         description: function.description()?,
         bars: BarOwner::Lender,
         state: 0,
+        rom: 0,
     })
 }
 

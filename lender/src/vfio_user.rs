@@ -173,6 +173,7 @@ impl Device {
             description,
             bars: BarOwner::Lender,
             state: 0,
+            rom: 0,
         })
     }
 }

@@ -29,7 +29,7 @@ mod text;
 pub use child::Program;
 pub(crate) use child::{Worker, Workers};
 pub(crate) use device::{Borrower, WorkerDevice};
-pub(crate) use kept::{ANOTHER_KIND, Adopted, OpenWindow, Record};
+pub(crate) use kept::{ANOTHER_KIND, Adopted, OpenWindow, Record, needs_broker};
 pub(crate) use messages::{Answer, Call, CallReply, Numbered, Order};
 pub use process::{WorkerError, run};
 pub(crate) use text::{LogReader, printable, printable_error};

@@ -286,6 +286,7 @@ impl Serve<'_> {
         let mut words = self.wrapper;
         words.push(binary::farside()?.display().to_string());
         words.extend(["serve".into(), "--vm".into(), self.vm.clone()]);
+        let is_kept = self.args.iter().any(|word| word == "--keeper");
         words.extend(self.args);
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]);
@@ -295,6 +296,10 @@ impl Serve<'_> {
         // It listens there last. A killed backend leaves its sockets, which refuse connections.
         let control = vm.join("control");
         let mut daemon = self.cluster.start_command(&name, command)?;
+        if is_kept {
+            let keeper = self.cluster.directory().join("keepers").join(&self.vm);
+            daemon = daemon.with_keeper(keeper);
+        }
         let deadline = Instant::now() + SHORT;
         while UnixStream::connect(&control).is_err() {
             ensure!(

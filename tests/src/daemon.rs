@@ -4,6 +4,7 @@ use std::{
     fs,
     io::{BufRead, BufReader, Read, pipe},
     os::unix::process::ExitStatusExt,
+    path::PathBuf,
     process::{Command, ExitStatus, Stdio},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
@@ -79,9 +80,31 @@ pub struct Daemon {
     name: String,
     process: Process,
     log: Log,
+    /// The socket of the keeper that is ended on drop: without it, others go on.
+    keeper: Option<PathBuf>,
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Some(keeper) = &self.keeper {
+            // Fails if it is not there any more.
+            let _ = farside_keeper::end(keeper);
+        }
+    }
 }
 
 impl Daemon {
+    /// The daemon is a keeper's, which listens at `keeper`: ends whatever process it is by then on drop.
+    pub(crate) fn with_keeper(mut self, keeper: PathBuf) -> Self {
+        self.keeper = Some(keeper);
+        self
+    }
+
+    /// It goes on when this is dropped, with the next one.
+    pub fn leave_to_the_next(mut self) {
+        self.keeper = None;
+    }
+
     /// Starts a process; error messages use `name`.
     pub fn start(name: &str, mut command: Command) -> Result<Self> {
         let (printed, stderr) = pipe().context("making a pipe")?;
@@ -96,6 +119,7 @@ impl Daemon {
             name: name.to_owned(),
             process,
             log,
+            keeper: None,
         })
     }
 
@@ -172,14 +196,31 @@ impl Daemon {
         self.kill()
     }
 
-    /// The child processes of all its threads.
+    /// The child processes of all its threads, but for a spare keeper.
     pub fn children(&self) -> Vec<Pid> {
+        let mut children = self.all_children();
+        children.retain(|pid| !is_spare(*pid));
+        children
+    }
+
+    /// The spare keeper.
+    pub fn spare(&self) -> Option<Pid> {
+        self.all_children().into_iter().find(|pid| is_spare(*pid))
+    }
+
+    fn all_children(&self) -> Vec<Pid> {
         let threads = fs::read_dir(format!("/proc/{}/task", self.pid()));
         let threads = threads.into_iter().flatten().flatten();
         let children = threads.map(|thread| fs::read_to_string(thread.path().join("children")));
         let pids: String = children.map(Result::unwrap_or_default).collect();
         let pids = pids.split_whitespace().flat_map(str::parse);
         pids.filter_map(Pid::from_raw).collect()
+    }
+
+    /// Waits for the process to end, whose log others may go on with.
+    pub fn wait_end(&mut self, timeout: Duration) -> Result<ExitStatus> {
+        let ended = self.process.wait(Instant::now() + timeout)?;
+        ended.with_context(|| format!("{} does not end within {timeout:?}", self.name))
     }
 
     /// Waits for the process to end, and for the rest of its log.
@@ -203,4 +244,9 @@ impl Daemon {
             .signal(signal)
             .with_context(|| format!("signalling {}", self.name))
     }
+}
+
+fn is_spare(pid: Pid) -> bool {
+    let name = fs::read_to_string(format!("/proc/{}/comm", pid.as_raw_nonzero()));
+    name.is_ok_and(|name| name.starts_with("farside-spare"))
 }

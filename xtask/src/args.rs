@@ -27,6 +27,10 @@ pub(crate) enum Verb {
     Fuzz(Fuzz),
     /// Run the tests of crates without I/O in Miri
     Miri,
+    /// Run what threads share in every order of their accesses (loom)
+    Interleavings,
+    /// Check licences, sources and advisories of the dependencies (cargo-deny, which fetches advisories)
+    Deny,
     /// Lend physical devices in VMs that play hosts: real VFIO, real IOMMUs
     Cluster(Cluster),
     /// Compare the borrowed NVMe device with QEMU's own, in one guest
@@ -88,15 +92,20 @@ pub(crate) struct Test {
     pub(crate) cargo_args: Vec<String>,
 }
 
-/// Runs migrations, kills, hot plug, property tests, simulations, the fuzz targets, Miri and twenty
+/// Runs migrations, kills, hot plug, property tests, simulations, the fuzz targets, Miri, loom, cargo-deny and twenty
 /// guests at once in turn, each
 /// round with a new seed where chance decides, until the time is over or one fails. Prints
 /// the command that repeats a round.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct Soak {
-    /// How long a round may begin, minutes.
-    #[arg(long, value_name = "MINUTES", default_value_t = 60)]
-    pub(crate) minutes: u64,
+    /// How long a round may begin, minutes: 60 unless given. With --only, also how long such a round as
+    /// many-vms (60) and one-guest (30) lasts.
+    #[arg(long, value_name = "MINUTES")]
+    pub(crate) minutes: Option<u64>,
+    /// Only this round: migration, properties, simulation, fuzz, miri, hotplug, loss, crowd, canaries,
+    /// outlive, many-vms or one-guest.
+    #[arg(long, value_name = "ROUND")]
+    pub(crate) only: Option<String>,
 }
 
 /// Runs the fuzz targets of tests/fuzz, one after the other, until one fails, which leaves the input

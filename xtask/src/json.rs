@@ -6,6 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use farside_backend_api::{
     BackendReport, BarAddress, Connection, ConnectionState, DeviceList, DeviceReport, LenderReport,
     ListedDevice, Status,
+    upgrade::{
+        DeviceCheck, LeaseCheck, LenderCheck, Obstacle, Reads, UpgradeCheck, Versions, VmCheck,
+    },
 };
 use farside_bench::{
     Axis, Better, Data, Environment, Hosts, JobResult, Measurement, Network, Pair, Point,
@@ -220,6 +223,7 @@ fn status_is_documented() {
         last_error: Some("the lender is gone".to_owned()),
         connection: Some(connection(Some("the network is unreachable"))),
         controller: Some(lent.clone()),
+        state_version: Some(2),
         ..DeviceReport::new(&"disk0".parse().unwrap(), "NVMe, 1 GiB", lender.clone())
     };
     let idle = DeviceReport::new(&"disk1".parse().unwrap(), "NVMe, 1 GiB", lender.clone());
@@ -233,11 +237,19 @@ fn status_is_documented() {
         pid: 7,
         problem: Some("its helper process has ended".to_owned()),
         restarts: Some(1),
+        farside: Some("1.0.0".to_owned()),
+        records_version: Some(2),
+        protocol_version: Some(14),
+        keeper_restarts: Some(1),
         devices: vec![borrowed, idle, connected],
     };
     let without_problem = BackendReport {
         problem: None,
         restarts: None,
+        farside: None,
+        records_version: None,
+        protocol_version: None,
+        keeper_restarts: None,
         ..backend.clone()
     };
     let lender = LenderReport {
@@ -262,6 +274,59 @@ fn devices_are_documented() {
     let value = to_value(&list).unwrap();
     is_documented("farside devices --json", &[&value]);
     assert_eq!(serde_json::from_value::<DeviceList>(value).unwrap(), list);
+}
+
+#[test]
+fn a_check_for_an_upgrade_is_documented() {
+    let versions = Versions {
+        oldest: 1,
+        newest: 2,
+    };
+    let reads = Reads {
+        leases: versions,
+        state: versions,
+        records: versions,
+        protocol: 14,
+    };
+    let obstacle = Obstacle {
+        what: "the lease has version 3".to_owned(),
+        remedy: "stop the VM".to_owned(),
+    };
+    // One that goes on, of which little is known, and one that does not.
+    let checks = [None, Some(obstacle)].map(|obstacle| {
+        let known = obstacle.as_ref().map(|_| 3);
+        let farside = obstacle.as_ref().map(|_| "9.1.0".to_owned());
+        let lease = LeaseCheck {
+            device: "disk0".parse().unwrap(),
+            vm: "web1".parse().unwrap(),
+            version: 3,
+            worker_version: 3,
+            state_version: known,
+            obstacle: obstacle.clone(),
+        };
+        let lender = LenderCheck {
+            socket: "/run/farside/lender.sock".into(),
+            farside: farside.clone(),
+            version: known,
+            obstacle: obstacle.clone(),
+            leases: vec![lease],
+        };
+        let vm = VmCheck {
+            vm: "web1".parse().unwrap(),
+            farside,
+            records_version: known,
+            protocol_version: known,
+            devices: vec![DeviceCheck {
+                device: "disk0".parse().unwrap(),
+                state_version: known,
+                obstacle: obstacle.clone(),
+            }],
+        };
+        let check = UpgradeCheck::new("1.0.0", reads, vec![lender], vec![vm]);
+        assert_eq!(check.goes_on, obstacle.is_none());
+        to_value(check).unwrap()
+    });
+    is_documented("farside upgrade --check --json", &[&checks[0], &checks[1]]);
 }
 
 #[test]

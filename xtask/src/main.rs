@@ -1,4 +1,4 @@
-//! Developer chores: `cargo xtask demo`, `test`, `soak`, `fuzz`, `miri`, `cluster`, `bench`,
+//! Developer chores: `cargo xtask demo`, `test`, `soak`, `fuzz`, `miri`, `interleavings`, `deny`, `cluster`, `bench`,
 //! `deb`, `tidy`.
 //!
 //! Each command does all of its own set-up: it builds the product, and the test bed
@@ -10,6 +10,7 @@
 //! - [`test`]: every test, and a list of those that were not run;
 //! - [`soak`]: randomised tests, for a given time;
 //! - [`nightly`]: fuzz targets and Miri, which need the nightly toolchain;
+//! - [`checks`]: loom and cargo-deny;
 //! - [`deb`]: the Debian package;
 //! - [`tidy`]: checks that neither rustfmt nor clippy makes;
 //! - [`scene`]: the processes of demo and bench: a lender, a backend, a VM.
@@ -19,6 +20,7 @@
 mod args;
 mod bench;
 mod cargo;
+mod checks;
 mod child;
 mod cluster;
 mod cpu;
@@ -71,6 +73,8 @@ fn run(args: Args) -> Result<ExitCode> {
         Some(Verb::Soak(soak)) => return soak::run(&soak),
         Some(Verb::Fuzz(fuzz)) => return nightly::fuzz(&fuzz),
         Some(Verb::Miri) => return nightly::miri(),
+        Some(Verb::Interleavings) => return checks::interleavings(),
+        Some(Verb::Deny) => return checks::deny(),
         Some(Verb::Cluster(cluster)) => return cluster::run(&cluster),
         Some(Verb::Bench(bench)) => bench::run(&bench)?,
         Some(Verb::Deb(deb)) => deb::run(&deb)?,

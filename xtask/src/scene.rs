@@ -45,6 +45,8 @@ pub(crate) struct Scene {
     program: PathBuf,
     vm: &'static str,
     image: PathBuf,
+    /// Before the backend, which may be the first of several.
+    _keeper: KeptUntilDropped,
     backend: Child,
     lender: Child,
     directory: TempDir,
@@ -98,6 +100,16 @@ pub(crate) fn socket(directory: &Path, vm: &str) -> PathBuf {
     directory.join("vm").join(vm).join(format!("{DEVICE}.sock"))
 }
 
+/// Ends the keeper at this socket when it is dropped: its processes go on when one of them is killed.
+struct KeptUntilDropped(PathBuf);
+
+impl Drop for KeptUntilDropped {
+    fn drop(&mut self) {
+        // Fails without a keeper.
+        let _ = farside_keeper::end(&self.0);
+    }
+}
+
 impl Scene {
     /// Starts a lender of `image` and a backend for `vm`, with `more` arguments. `directory` is from
     /// [`directory`].
@@ -118,6 +130,7 @@ impl Scene {
             program,
             vm,
             image: image.to_owned(),
+            _keeper: KeptUntilDropped(path.join("keepers").join(vm)),
             backend,
             lender,
             directory,
@@ -135,7 +148,12 @@ impl Scene {
 
     /// The backend, if its keeper was started.
     pub(crate) fn kept_backend(&self) -> Vec<Pid> {
-        interrupt::children_of(&self.backend.pid().to_string())
+        let mut children = interrupt::children_of(&self.backend.pid().to_string());
+        children.retain(|pid| {
+            let name = format!("/proc/{}/comm", pid.as_raw_nonzero());
+            !std::fs::read_to_string(name).is_ok_and(|name| name.starts_with("farside-spare"))
+        });
+        children
     }
 
     /// The process that serves the device: the backend, or that of its keeper.

@@ -9,19 +9,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use farside_testbed::die_with_us;
 
 use crate::args::Soak;
 
 /// Chores to run in turn. A test binary accepts one filter.
-const ROUNDS: [Round; 10] = [
+const ROUNDS: [Round; 14] = [
     Round {
+        name: "migration",
         arguments: "test --no-fail-fast --test migration",
         variables: &[("FARSIDE_MIGRATIONS", "50"), ("FARSIDE_KILLS", "20")],
         seed: Some("FARSIDE_SEED"),
     },
     Round {
+        name: "properties",
         arguments: "test --no-fail-fast -p farside-config-space -p farside-devices -p farside-fabric \
                     -p farside-guest-layout -p farside-host-pci -p farside-irq-relay \
                     -p farside-lender-protocol -p farside-ntb -p farside-ntb-server \
@@ -30,48 +32,82 @@ const ROUNDS: [Round; 10] = [
         seed: Some("PROPTEST_RNG_SEED"),
     },
     Round {
+        name: "simulation",
         arguments: "test --no-fail-fast -p farside-fuzz --test simulation",
         variables: &[("FARSIDE_SIMULATIONS", "2000")],
         seed: Some("FARSIDE_SEED"),
     },
     Round {
+        name: "fuzz",
         arguments: "fuzz",
         variables: &[],
         seed: None,
     },
     Round {
+        name: "miri",
         arguments: "miri",
         variables: &[],
         seed: None,
     },
     Round {
+        name: "hotplug",
         arguments: "test --no-fail-fast --test guests -- hotplug",
         variables: &[("FARSIDE_HOTPLUGS", "10")],
         seed: None,
     },
     Round {
+        name: "loss",
         arguments: "test --no-fail-fast --test guests -- loss::",
         variables: &[],
         seed: None,
     },
     Round {
+        name: "crowd",
         arguments: "test --no-fail-fast --test guests -- crowd:: --include-ignored",
         variables: &[],
         seed: None,
     },
     Round {
+        name: "canaries",
         arguments: "test --no-fail-fast --test canaries -- million --include-ignored",
         variables: &[],
         seed: Some("FARSIDE_SEED"),
     },
     Round {
+        name: "outlive",
         arguments: "test --no-fail-fast --test outlive -- --nocapture",
         variables: &[("FARSIDE_KILLS", "1000")],
         seed: Some("FARSIDE_SEED"),
     },
+    Round {
+        name: "interleavings",
+        arguments: "interleavings",
+        variables: &[],
+        seed: None,
+    },
+    Round {
+        name: "deny",
+        arguments: "deny",
+        variables: &[],
+        seed: None,
+    },
+    Round {
+        name: "many-vms",
+        arguments: "test --no-fail-fast --test outlive -- sixty_vms --include-ignored --nocapture",
+        variables: &[],
+        seed: Some("FARSIDE_SEED"),
+    },
+    Round {
+        name: "one-guest",
+        arguments: "test --no-fail-fast --test guests -- half_an_hour --include-ignored --nocapture",
+        variables: &[],
+        seed: None,
+    },
 ];
 
 struct Round {
+    /// For `--only`.
+    name: &'static str,
     /// Arguments of `cargo xtask`.
     arguments: &'static str,
     variables: &'static [(&'static str, &'static str)],
@@ -102,9 +138,19 @@ impl Round {
 /// Runs rounds until the time is over, which ends the last of them, or until one fails.
 pub(crate) fn run(args: &Soak) -> Result<ExitCode> {
     let began = Instant::now();
-    let limit = Duration::from_secs(args.minutes * 60);
+    let minutes = args.minutes.unwrap_or(60);
+    let limit = Duration::from_secs(minutes * 60);
     let program = std::env::current_exe().context("finding xtask's own program")?;
-    for (n, round) in ROUNDS.iter().cycle().enumerate() {
+    let names: Vec<_> = ROUNDS.iter().map(|round| round.name).collect();
+    let chosen = |round: &&Round| args.only.as_deref().is_none_or(|name| name == round.name);
+    let rounds: Vec<_> = ROUNDS.iter().filter(chosen).collect();
+    ensure!(
+        !rounds.is_empty(),
+        "no round {:?}: there are {}",
+        args.only.as_deref().unwrap_or_default(),
+        names.join(", ")
+    );
+    for (n, round) in rounds.into_iter().cycle().enumerate() {
         if began.elapsed() >= limit {
             println!(
                 "{n} rounds in {:.0} s, none failed",
@@ -118,6 +164,12 @@ pub(crate) fn run(args: &Soak) -> Result<ExitCode> {
         command
             .args(round.arguments.split_whitespace())
             .envs(round.environment(seed));
+        if args.only.is_some()
+            && let Some(minutes) = args.minutes
+        {
+            // Of rounds that last for a given time.
+            command.env("FARSIDE_SECONDS", (minutes * 60).to_string());
+        }
         die_with_us(&mut command);
         let status = command.status().context("running cargo xtask")?;
         if !status.success() {

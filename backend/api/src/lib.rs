@@ -1,12 +1,13 @@
 //! The interface between a backend and `farside` commands on its host: requests at the
 //! control socket ([`admin`]), the backend's status ([`status`]), and the JSON documents
-//! of `farside status` and `farside devices` ([`devices`]).
+//! of `farside status`, `farside devices` ([`devices`]) and `farside upgrade` ([`upgrade`]).
 
 #![forbid(unsafe_code)]
 
 pub mod admin;
 pub mod devices;
 pub mod status;
+pub mod upgrade;
 
 pub use devices::{DeviceList, ListedDevice};
 pub use status::{

@@ -41,6 +41,18 @@ pub struct BackendReport {
     /// How often its keeper has started it again. `None` without a keeper.
     #[serde(default)]
     pub restarts: Option<u64>,
+    /// Its version of farside. `None` before there were the next two.
+    #[serde(default)]
+    pub farside: Option<String>,
+    /// The version of the records that the next backend goes on from; `None` without a keeper.
+    #[serde(default)]
+    pub records_version: Option<u32>,
+    /// The version of the lender protocol that it speaks.
+    #[serde(default)]
+    pub protocol_version: Option<u32>,
+    /// How often its keeper has ended and another process has taken its place. `None` without a keeper.
+    #[serde(default)]
+    pub keeper_restarts: Option<u64>,
     /// The devices that it serves.
     pub devices: Vec<DeviceReport>,
 }
@@ -96,6 +108,9 @@ pub struct DeviceReport {
     /// The status of the controller of such a device, which is in the backend.
     #[serde(default)]
     pub controller: Option<DeviceStatus>,
+    /// The version of the state from which another process at the lender goes on; `None` if there is none.
+    #[serde(default)]
+    pub state_version: Option<u32>,
 }
 
 /// The connection to a medium in another host, or to the process of a device in this one.
@@ -275,6 +290,7 @@ impl DeviceReport {
             open_timeout_ms: 0,
             connection: None,
             controller: None,
+            state_version: None,
         }
     }
 

@@ -5,7 +5,7 @@
 
 use super::builder::Builder;
 
-pub const LENGTH: usize = 0x2c;
+const LENGTH: usize = 0x2c;
 
 const UNCORRECTABLE_STATUS: usize = 0x04;
 const UNCORRECTABLE_MASK: usize = 0x08;

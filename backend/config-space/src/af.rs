@@ -3,8 +3,6 @@
 
 use super::builder::Builder;
 
-pub const LENGTH: usize = 6;
-
 const CAPABILITIES: usize = 3;
 const CONTROL: usize = 4;
 

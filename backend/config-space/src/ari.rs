@@ -2,8 +2,6 @@
 
 use super::builder::Builder;
 
-pub const LENGTH: usize = 8;
-
 /// Functions are lent individually: no next function, no function groups.
 pub fn build(builder: &mut Builder, at: usize) {
     builder.image.set_u32(at + 4, 0);

@@ -47,7 +47,7 @@ pub fn build(builder: &mut Builder, description: &Description) -> Result<(), Con
         .set_u8(HEADER_TYPE, 0)
         .set_u8(BIST, 0)
         .set_u32(CARDBUS_CIS, 0)
-        // No expansion ROM: sizing reads 0.
+        // Without `add_rom`, sizing reads 0.
         .set_u32(ROM_ADDRESS, 0)
         .set_u8(INTERRUPT_PIN, pin);
     builder.image[RESERVED].fill(0);

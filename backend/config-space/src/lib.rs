@@ -1,9 +1,10 @@
 //! The virtual configuration space of a borrowed function.
 //!
 //! It is built from the device's own image, which the lender has read once. The guest's
-//! accesses do not reach the device, except for
-//! [one bit](ConfigSpace::interrupt_status_at) that only the device has. Each
-//! bit is read-only, read-write or write-1-to-clear as the PCI Express Base
+//! accesses to a software model do not reach it, except for
+//! [one bit](ConfigSpace::interrupt_status_at) that only the device has. Those to a physical
+//! function are [forwarded](ConfigSpace::of_function) for the bits that [`policy`] says are the device's.
+//! Each of the others is read-only, read-write or write-1-to-clear as the PCI Express Base
 //! Specification (6.0; cited as "PCIe") defines for a type 0 function, and a write
 //! returns its effects as values, [`Effect`]s, for the caller to carry out.
 //!
@@ -59,19 +60,22 @@ mod msi;
 mod msix;
 mod pcie;
 mod pm;
-pub mod policy;
+mod resizable_bar;
 mod walk;
 
 pub use bar::GuestBarAddress;
 pub use effects::{Edge, Effect, Effects, ResetCause};
 pub use error::ConfigSpaceError;
+pub use farside_pci::policy::{self, Hidden};
 pub use msi::Msi;
 pub use msix::Msix;
 pub use pm::PowerState;
-pub use policy::Hidden;
 
-use farside_pci::regs::{COMMAND, COMMAND_INTX_DISABLE, COMMAND_MASTER, INTERRUPT_PIN, STATUS};
-use farside_pci::{ConfigImage, Description};
+use farside_pci::regs::{
+    COMMAND, COMMAND_INTX_DISABLE, COMMAND_MASTER, INTERRUPT_PIN, ROM_ADDRESS, ROM_ADDRESS_ENABLE,
+    STATUS,
+};
+use farside_pci::{ConfigImage, Description, Forwarding, Piece, rom};
 
 use bar::BarRegister;
 use builder::Builder;
@@ -88,6 +92,8 @@ pub struct ConfigSpace {
     clearable: ConfigImage,
     registers: Registers,
     hidden: Vec<Hidden>,
+    /// Bits that are the device's, in none of the masks above.
+    forwarding: Forwarding,
 }
 
 /// Locations of the registers whose values have effects.
@@ -110,6 +116,7 @@ pub struct Staged {
     bus_master_refused: bool,
     effects: Effects,
     dma: Edge,
+    forwarded: Vec<(Piece, u32)>,
 }
 
 impl Staged {
@@ -124,6 +131,11 @@ impl Staged {
         self.dma
     }
 
+    /// What the device is to be written, in order. A write that resets the function forwards nothing.
+    pub fn forwarded(&self) -> &[(Piece, u32)] {
+        &self.forwarded
+    }
+
     /// Leaves the bus-master bit clear when the write is committed.
     pub fn refuse_bus_master(&mut self) {
         self.bus_master_refused = true;
@@ -131,14 +143,41 @@ impl Staged {
 }
 
 impl ConfigSpace {
-    /// Builds the guest's view of a device.
+    /// Builds the guest's view of a software model: nothing is forwarded.
     ///
     /// # Errors
     ///
     /// Fails if the description contradicts itself or the specification; see
     /// [`ConfigSpaceError`].
     pub fn new(description: &Description) -> Result<Self, ConfigSpaceError> {
-        let mut builder = Builder::new(&description.config)?;
+        Self::with(description, None)
+    }
+
+    /// Builds the guest's view of a physical function, whose own bits are forwarded: the caller reads
+    /// [`reads`](Self::reads) from the device and [merges](Self::merge) them, and writes what a staged write
+    /// [forwards](Staged::forwarded).
+    ///
+    /// # Errors
+    ///
+    /// As [`ConfigSpace::new`].
+    pub fn of_function(description: &Description) -> Result<Self, ConfigSpaceError> {
+        Self::with(description, Some(Forwarding::of(&description.config)))
+    }
+
+    /// Gives it a BAR for an expansion ROM of `len` bytes, at most [`rom::MAX`](farside_pci::rom::MAX).
+    pub fn add_rom(&mut self, len: usize) {
+        let size = rom::bar_size(len.min(rom::MAX)) as u32;
+        if size != 0 {
+            self.writable
+                .set_u32(ROM_ADDRESS, !(size - 1) | ROM_ADDRESS_ENABLE);
+        }
+    }
+
+    fn with(
+        description: &Description,
+        forwarding: Option<Forwarding>,
+    ) -> Result<Self, ConfigSpaceError> {
+        let mut builder = Builder::new(&description.config, forwarding)?;
         let bars = bar::build(&mut builder, &description.bars)?;
         header::build(&mut builder, description)?;
         let mut registers = Registers {
@@ -146,6 +185,9 @@ impl ConfigSpace {
             ..Registers::default()
         };
         let hidden = walk::build(&mut builder, description, &mut registers)?;
+        let forwarding = builder.forwarding.take();
+        let forwarding = forwarding.unwrap_or_else(|| Forwarding::none(builder.image.len()));
+        builder.leave(forwarding.read_mask());
         Ok(Self {
             bytes: builder.image.clone(),
             power_on: builder.image,
@@ -153,6 +195,7 @@ impl ConfigSpace {
             clearable: builder.clearable,
             registers,
             hidden,
+            forwarding,
         })
     }
 
@@ -176,6 +219,19 @@ impl ConfigSpace {
         let (inside, outside) = data.split_at_mut(source.len().min(data.len()));
         inside.copy_from_slice(&source[..inside.len()]);
         outside.fill(0xff);
+    }
+
+    /// The parts of a read that the device is to be asked for.
+    pub fn reads(&self, offset: u64, len: usize) -> impl Iterator<Item = Piece> {
+        self.forwarding.reads(offset, len)
+    }
+
+    /// Puts what the device returned for a part into what the guest reads at `offset`.
+    pub fn merge(&self, piece: Piece, value: u32, offset: u64, data: &mut [u8]) {
+        let part = usize::from(piece.offset).checked_sub(offset as usize);
+        let part = part.and_then(|at| data.get_mut(at..));
+        self.forwarding
+            .merge(piece, value, part.unwrap_or_default());
     }
 
     /// All registers, of which [`restore`](Self::restore) makes the same state.
@@ -206,7 +262,12 @@ impl ConfigSpace {
         let before = View::of(&self.registers, &self.bytes);
         let outcome = self.outcome(offset, data);
         let after = View::of(&self.registers, &outcome.bytes);
+        let forwarded = match outcome.reset {
+            None => self.forwarded(offset, data),
+            Some(_) => Vec::new(),
+        };
         Staged {
+            forwarded,
             offset,
             data: data.to_vec(),
             bus_master_refused: false,
@@ -291,6 +352,19 @@ impl ConfigSpace {
     /// The state of MSI-X, if the function has it.
     pub fn msix(&self) -> Option<Msix> {
         View::of(&self.registers, &self.bytes).msix
+    }
+
+    fn forwarded(&self, offset: u64, data: &[u8]) -> Vec<(Piece, u32)> {
+        let pieces = self.forwarding.writes(offset, data.len());
+        let with_value = pieces.filter_map(|piece| {
+            let at = usize::from(piece.offset).checked_sub(usize::try_from(offset).ok()?)?;
+            let mut value = [0; 4];
+            let bytes = data.get(at..at + usize::from(piece.len))?;
+            value[..bytes.len()].copy_from_slice(bytes);
+            let value = u32::from_le_bytes(value) & self.forwarding.writable(piece)?;
+            Some((piece, value))
+        });
+        with_value.collect()
     }
 
     fn command(&self) -> u16 {

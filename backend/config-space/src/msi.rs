@@ -1,6 +1,7 @@
 //! Message signalled interrupts (PCIe 7.7.1).
 
 use farside_pci::ConfigImage;
+use farside_pci::policy::msi_length;
 use farside_pci::regs::*;
 
 use super::ConfigSpaceError;
@@ -27,19 +28,6 @@ pub struct Registers {
     control: u16,
 }
 
-/// Bytes of the structure with this control register.
-pub fn length(control: u16) -> usize {
-    match (
-        control & MSI_FLAGS_64BIT != 0,
-        control & MSI_FLAGS_MASKBIT != 0,
-    ) {
-        (false, false) => 0x0a,
-        (true, false) => 0x0e,
-        (false, true) => 0x14,
-        (true, true) => 0x18,
-    }
-}
-
 impl Registers {
     /// `described` is the description's number of vectors.
     pub fn build(
@@ -59,7 +47,7 @@ impl Registers {
             });
         }
         let registers = Self { at, control };
-        builder.image[at + MSI_FLAGS..at + length(control)].fill(0);
+        builder.image[at + MSI_FLAGS..at + msi_length(control)].fill(0);
         builder.image.set_u16(at + MSI_FLAGS, control);
         let writable = &mut builder.writable;
         writable

@@ -1,8 +1,9 @@
 //! The PCI Express capability (PCIe 7.5.3).
 //!
-//! Device controls (payload size, error reporting, relaxed ordering) are writable
-//! storage, so that the guest reads back the values it has set. The link is the
-//! lender's: its status is constant, as the lender has read it.
+//! Device controls (payload size, error reporting) are writable storage, so that the guest
+//! reads back the values it has set. The link is the lender's. Of a physical function some
+//! controls and status bits are [forwarded](farside_pci::policy) instead; of a model, the link status is
+//! constant.
 
 use farside_pci::ConfigImage;
 use farside_pci::regs::*;
@@ -55,24 +56,13 @@ fn device_type(flags: u16) -> u8 {
     (flags >> 4 & 0xf) as u8
 }
 
-/// Bytes of an endpoint's structure with this flags register. Version 1 ends with the
-/// link registers. A root complex integrated endpoint has no link registers in version
-/// 1; in version 2 it reserves their space but lacks the second set.
-pub fn length(flags: u16) -> usize {
-    match (flags & VERSION, device_type(flags)) {
-        (0 | 1, TYPE_ROOT_COMPLEX_ENDPOINT) => 0x0c,
-        (0 | 1, _) => 0x14,
-        (_, TYPE_ROOT_COMPLEX_ENDPOINT) => 0x2c,
-        _ => 0x3c,
-    }
-}
-
 impl Registers {
     pub fn build(builder: &mut Builder, at: usize) -> Result<Self, ConfigSpaceError> {
         let Builder {
             image,
             writable,
             clearable,
+            ..
         } = builder;
         let flags = image.u16(at + EXP_FLAGS);
         let device_type = device_type(flags);

@@ -2,6 +2,7 @@
 
 mod capabilities;
 mod extended;
+mod forwarding;
 mod header;
 mod image;
 mod laws;

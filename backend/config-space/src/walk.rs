@@ -2,11 +2,14 @@
 //! capabilities.
 
 use farside_pci::Description;
+use farside_pci::policy::{self, BadLength, Hidden, List, Shown, Treatment};
 use farside_pci::regs::*;
 
 use super::builder::Builder;
-use super::policy::{self, Hidden, List, Shown, Treatment};
-use super::{ConfigSpaceError, Registers, aer, af, ari, msi, msix, pcie, pm};
+use super::{ConfigSpaceError, Registers, aer, af, ari, msi, msix, pcie, pm, resizable_bar};
+
+/// Why vital product data of a model is hidden.
+const NOT_FORWARDED: &str = "only a device that registers are forwarded to can return its data";
 
 /// A capability in the device's image.
 struct Found {
@@ -167,6 +170,12 @@ fn treat(
             .filter(|&other| other > at)
             .min();
         let (name, treatment) = policy::rule(list, id);
+        let treatment = match treatment {
+            Treatment::Show(Shown::VitalProductData) if builder.forwarding.is_none() => {
+                Treatment::Hide(NOT_FORWARDED)
+            }
+            treatment => treatment,
+        };
         match treatment {
             Treatment::Hide(reason) => {
                 // Its length may be unknown: zero all up to the next capability.
@@ -209,33 +218,14 @@ fn length(
     name: &'static str,
     at: usize,
 ) -> Result<usize, ConfigSpaceError> {
-    let at_least = |length: usize, least| {
-        if length < least {
-            return Err(ConfigSpaceError::CapabilityTooShort { name, at, length });
-        }
-        Ok(length)
-    };
-    Ok(match shown {
-        Shown::PowerManagement => PM_SIZEOF,
-        Shown::Msi => msi::length(builder.image.u16(at + 2)),
-        Shown::VendorSpecific => at_least(builder.image.u8(at + 2).into(), 3)?,
-        Shown::PciExpress => pcie::length(builder.image.u16(at + 2)),
-        Shown::Msix => MSIX_SIZEOF,
-        Shown::AdvancedFeatures => af::LENGTH,
-        Shown::AdvancedErrors => aer::LENGTH,
-        Shown::SerialNumber => 12,
-        Shown::VendorSpecificExtended => {
-            if at + 8 > CFG_SPACE_EXP_SIZE {
-                return Err(ConfigSpaceError::CapabilityOutside {
-                    name,
-                    at,
-                    length: 8,
-                });
+    shown
+        .length(&builder.image, at)
+        .map_err(|error| match error {
+            BadLength::TooShort(length) => {
+                ConfigSpaceError::CapabilityTooShort { name, at, length }
             }
-            at_least((builder.image.u32(at + 4) >> 20) as usize, 8)?
-        }
-        Shown::Ari => ari::LENGTH,
-    })
+            BadLength::Outside(length) => ConfigSpaceError::CapabilityOutside { name, at, length },
+        })
 }
 
 fn make(
@@ -275,8 +265,12 @@ fn make(
         Shown::AdvancedFeatures => registers.af = Some(af::Registers::build(builder, at)),
         Shown::AdvancedErrors => aer::build(builder, at),
         Shown::Ari => ari::build(builder, at),
-        // Entirely read-only: identification, or hints for the driver.
-        Shown::VendorSpecific | Shown::SerialNumber | Shown::VendorSpecificExtended => {}
+        // Read-only, or the device's.
+        Shown::VendorSpecific
+        | Shown::SerialNumber
+        | Shown::VendorSpecificExtended
+        | Shown::VitalProductData => {}
+        Shown::ResizableBar => resizable_bar::build(builder, at),
     }
     Ok(())
 }

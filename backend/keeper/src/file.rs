@@ -4,19 +4,38 @@ use std::{
     io,
     ops::Range,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, atomic::AtomicUsize},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Release},
+    },
 };
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fstat, ftruncate, memfd_create};
+use farside_hand_over::{Format, WRITER, read_writer, writer};
+use rustix::{
+    fs::{MemfdFlags, SealFlags, SeekFrom, fcntl_add_seals, fstat, ftruncate, memfd_create, seek},
+    io::{Errno, pread, pwrite},
+};
 
 use crate::{Journal, Snapshots, Words, journal, snapshots, system::Area};
 
-/// Version of the records. A process takes over those of its own version only.
-pub const VERSION: u32 = 1;
+/// The format of the records: of this file, of the [`Journal`] in it, and of what the backend puts into snapshots, lease and
+/// log. See docs/hand-over-state.md before changing one of them.
+///
+/// | version | new in it |
+/// | --- | --- |
+/// | 2 | the version of farside, the size of an expansion ROM |
+pub const RECORDS: Format = Format::new("the record of a device", 2);
 
-const MAGIC: u64 = u64::from_le_bytes(*b"farside\0") ^ VERSION as u64;
+/// The first word, but for the version.
+const MAGIC: u64 = u64::from_le_bytes(*b"farside\0");
+
+/// Words of the header: the version of farside, 0 in version 1.
+const FARSIDE: usize = 8;
 
 const PAGE: usize = 4096;
+
+/// Bytes that are copied at a time.
+const CHUNK: usize = 64 << 10;
 
 /// Words of the [lease](DeviceFile::lease).
 pub const LEASE_WORDS: usize = PAGE / 8;
@@ -51,33 +70,74 @@ impl DeviceFile {
         let file = memfd_create("farside-device", flags)?;
         ftruncate(&file, SNAPSHOTS.end as u64)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        let header = Area::map(&file, HEADER)?;
-        header
-            .word(0)
-            .store(MAGIC, std::sync::atomic::Ordering::Release);
+        Self::put_version(&Area::map(&file, HEADER)?);
         Ok(Self::with(file))
     }
 
-    /// That of the process before.
+    /// What is new in this version is there before it: the version before ignores it.
+    fn put_version(header: &Area) {
+        for (n, word) in writer().as_chunks().0.iter().enumerate() {
+            let at = FARSIDE + n * 8;
+            header.word(at).store(u64::from_le_bytes(*word), Release);
+        }
+        let version = u64::from(RECORDS.version());
+        header.word(0).store(MAGIC ^ version, Release);
+    }
+
+    /// A copy of that of the process before. That one may have been taken over by its guest, and have given its file to
+    /// QEMU, so what is in it is read once.
     ///
     /// # Errors
     ///
-    /// [`io::ErrorKind::InvalidData`] for another file, or one of another version.
+    /// [`io::ErrorKind::InvalidData`] for another file, or one of a version that is not [read](RECORDS).
     pub fn take_over(file: OwnedFd) -> io::Result<Self> {
-        let invalid = || {
-            io::Error::new(
-                io::ErrorKind::InvalidData,
-                "the records of a device are those of another version of farside",
-            )
+        let invalid = |error: &dyn std::fmt::Display| {
+            io::Error::new(io::ErrorKind::InvalidData, error.to_string())
         };
-        if fstat(&file)?.st_size != SNAPSHOTS.end as i64 {
-            return Err(invalid());
+        let bytes = fstat(&file)?.st_size;
+        if bytes < HEADER.end as i64 {
+            return Err(invalid(&format!(
+                "the record of a device has {bytes} bytes"
+            )));
         }
-        let header = Area::map(&file, HEADER)?;
-        if header.word(0).load(std::sync::atomic::Ordering::Acquire) != MAGIC {
-            return Err(invalid());
+        let mut header = [0; FARSIDE + WRITER];
+        let read = pread(&file, &mut header, 0)?;
+        let (magic, farside) = header.split_at(FARSIDE);
+        let magic = magic.try_into().map_or(0, u64::from_ne_bytes);
+        let version = u16::try_from(magic ^ MAGIC).ok();
+        let version = version.filter(|_| read == header.len());
+        let version = version.ok_or_else(|| invalid(&"it is no record of a device"))?;
+        let farside = read_writer(farside);
+        let checked = RECORDS.check(version.into(), farside.as_deref());
+        checked.map_err(|error| invalid(&error))?;
+        if bytes != SNAPSHOTS.end as i64 {
+            let size = SNAPSHOTS.end;
+            return Err(invalid(&format!(
+                "the record of a device has {bytes} bytes, and not {size}"
+            )));
         }
-        Ok(Self::with(file))
+        let own = Self::new()?;
+        let mut chunk = vec![0; CHUNK];
+        let mut at = HEADER.end as u64;
+        while at < SNAPSHOTS.end as u64 {
+            // Few of the pages have been written.
+            at = match seek(&file, SeekFrom::Data(at)) {
+                Ok(data) => at.max(data),
+                Err(Errno::NXIO) => break,
+                Err(errno) => return Err(errno.into()),
+            };
+            let len = pread(&file, &mut chunk, at)?;
+            if len == 0 {
+                break;
+            }
+            let mut left = &chunk[..len];
+            while !left.is_empty() {
+                let written = pwrite(&own.file, left, at)?;
+                left = &left[written..];
+                at += written as u64;
+            }
+        }
+        Ok(own)
     }
 
     /// A file of `len` zero bytes for what keeper and backend share.
@@ -134,3 +194,6 @@ impl AsFd for DeviceFile {
         self.file.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -46,6 +46,9 @@ const STATE: usize = 0;
 /// The client's socket and 1, or 0.
 const SOCKET: usize = 8;
 
+/// How often the message at the front was begun, and not ended.
+const TRIES: usize = 16;
+
 /// Words of input buffer `half`: where the call's bytes begin, then what [`Carried`] has.
 const fn input_word(half: usize, word: usize) -> usize {
     512 + half * 512 + word * 8
@@ -146,7 +149,8 @@ pub struct Journal {
 
 impl Journal {
     pub(crate) fn new(area: Area, staged: Arc<AtomicUsize>, turn: Arc<AtomicUsize>) -> Self {
-        let state = State::of(area.word(STATE).load(Ordering::Acquire));
+        let mut state = State::of(area.word(STATE).load(Ordering::Acquire));
+        state.front = state.front.min(INPUT);
         let mut journal = Self {
             area,
             state,
@@ -158,7 +162,7 @@ impl Journal {
         journal.turn.store(state.turn.into(), Ordering::Relaxed);
         let received = journal.area.done(input_slot(state.input)).bytes;
         let base = journal.load(input_word(state.input, 0));
-        journal.filled = (base + received).min(INPUT).max(state.front);
+        journal.filled = base.saturating_add(received).min(INPUT).max(state.front);
         let len = journal.load(output_word(state.output, 0)).min(OUTPUT);
         let sent = journal.area.done(output_slot(state.output)).bytes;
         journal.queued = sent.min(len)..len;
@@ -209,6 +213,7 @@ impl Journal {
     /// The client has gone.
     pub fn end(&mut self) {
         self.store(SOCKET, 0);
+        self.store(TRIES, 0);
         self.staged.store(0, Ordering::Release);
         for half in 0..2 {
             self.area.clear_slot(input_slot(half));
@@ -219,6 +224,19 @@ impl Journal {
         }
         self.enter(State::default());
         (self.filled, self.queued) = (0, 0..0);
+    }
+
+    /// The message at the front is about to be processed. Returns how often it was, this time included: more than once if
+    /// processes have ended in the middle of it.
+    pub fn begin_try(&mut self) -> usize {
+        let tries = self.load(TRIES).saturating_add(1);
+        self.store(TRIES, tries);
+        tries
+    }
+
+    /// This process has got through it.
+    pub fn end_try(&mut self) {
+        self.store(TRIES, 0);
     }
 
     /// What was received and is not done.
@@ -365,14 +383,21 @@ impl Journal {
     /// The descriptor that is to be sent, and with which byte of the output.
     fn waiting_fd(&self) -> Option<(RawFd, usize)> {
         let half = self.state.output;
-        let fd = self.load(output_word(half, 1)).checked_sub(1)? as RawFd;
+        let fd = RawFd::try_from(self.load(output_word(half, 1)).checked_sub(1)?).ok()?;
         let at = self.load(output_word(half, 2));
-        (at >= self.queued.start).then_some((fd, at))
+        self.queued.contains(&at).then_some((fd, at))
     }
 
     /// Bytes that are to be sent.
     pub fn queued(&self) -> usize {
         self.queued.len()
+    }
+
+    /// Those bytes.
+    #[cfg(test)]
+    pub(crate) fn queued_bytes(&self) -> &[u8] {
+        self.area
+            .bytes(output_bytes(self.state.output, &self.queued))
     }
 
     /// Sends what the socket takes. Returns whether all is sent.

@@ -1,7 +1,7 @@
 //! What a backend leaves to the next one when it is killed: its descriptors, and a record of what it was doing.
 //!
 //! ```text
-//!   keeper ──clone(CLONE_FILES)──▶ backend        one table of descriptors for both
+//!   keeper ──clone(CLONE_FILES)──▶ backend        one table of descriptors for all, and the spare keeper
 //!      │                              │
 //!      │                              ├─ journal: what came from the client, what was answered
 //!      │ SIGCHLD                      ├─ snapshots: the state of each device
@@ -18,21 +18,28 @@
 //!   call: a process that is killed at any instruction leaves no doubt whether a byte was taken. A request stays in
 //!   the journal until its answer and the state that it leads to replace it, with one store.
 //!
-//! The keeper parses nothing, and does nothing but wait.
+//! The keeper parses nothing, and does nothing but wait. Nor does the spare, which is the keeper after it
+//! ([`keep`]). A process that has not been cloned from it, such as that of another version, [takes](Former::take) all
+//! descriptors over.
 
 #![deny(unsafe_code)]
 
 mod file;
+mod handover;
 mod inherited;
 mod journal;
 mod keep;
+mod kept;
+mod root;
 mod snapshots;
 mod system;
 mod words;
 
-pub use file::{DeviceFile, LEASE_WORDS, LOG_WORDS, VERSION};
+pub use file::{DeviceFile, LEASE_WORDS, LOG_WORDS, RECORDS};
+pub use handover::{Former, HandoverError, end, is_there};
 pub use inherited::Inherited;
 pub use journal::{Journal, JournalError, MAX_FDS, Received};
-pub use keep::{Kept, keep};
+pub use keep::{Options, keep};
+pub use kept::Kept;
 pub use snapshots::Snapshots;
 pub use words::Words;

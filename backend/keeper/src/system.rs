@@ -242,7 +242,8 @@ fn fds_in(mut control: &[u8], fds: &mut Vec<RawFd>) {
         let Some(len) = (header.cmsg_len as usize).checked_sub(HEADER) else {
             return;
         };
-        let data = &rest[..len.min(rest.len())];
+        let len = len.min(rest.len());
+        let data = &rest[..len];
         if (header.cmsg_level, header.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
             let (numbers, _) = data.as_chunks();
             fds.extend(numbers.iter().copied().map(RawFd::from_ne_bytes));
@@ -349,4 +350,14 @@ pub(crate) fn next_signal(descriptor: BorrowedFd<'_>) -> io::Result<Option<Signa
         signal: information.ssi_signo as i32,
         by_process: information.ssi_code <= 0,
     }))
+}
+
+/// Has the descriptor `number`, which nothing owns but this module's callers by agreement, be what `fd` is.
+pub(crate) fn replace(fd: impl AsFd, number: RawFd) -> io::Result<()> {
+    // SAFETY: dup3(2) touches no memory. Who uses `number` expects another file there: it is a place of this crate, or has
+    // no owner.
+    match unsafe { libc::dup3(fd.as_fd().as_raw_fd(), number, libc::O_CLOEXEC) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
 }

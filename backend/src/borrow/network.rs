@@ -14,8 +14,8 @@ use std::{
 
 use farside_backend_api::{Connection, ConnectionState};
 use farside_devices::{
-    Device,
-    nvme::{Config, MediumKeeper, Notice, Nvme, Supply, remote_medium},
+    nvme::{MediumKeeper, Notice, Supply, remote_medium},
+    remote::Model,
 };
 use farside_error_chain::Chain;
 use farside_lender::near::{Handle, Near};
@@ -169,9 +169,10 @@ pub(super) fn borrow(
         size,
         punches_holes,
     } = medium;
-    let config: Config = serde_json::from_str(&model).map_err(|error| invalid(&error))?;
+    let model: Model = serde_json::from_str(&model).map_err(|error| invalid(&error))?;
     let (remote, keeper) = remote_medium(size, link).map_err(WorkError::System)?;
-    let device = Nvme::with_remote(&settings.device, &config, remote, (size, punches_holes))
+    let device = model
+        .controller(&settings.device, remote, (size, punches_holes))
         .map_err(|error| invalid(&Chain(&error)))?;
     if *device.description() != described.description {
         return Err(WorkError::Changed(settings.device.clone()));
@@ -180,7 +181,7 @@ pub(super) fn borrow(
     let near = Near::start(
         &settings.device,
         &settings.vm,
-        Box::new(device),
+        device,
         generation,
         theirs,
         (bar_memory, settings.quota.clone()),

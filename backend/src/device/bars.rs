@@ -9,6 +9,7 @@ use std::{
     sync::Arc,
 };
 
+use farside_devices::nvme;
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_lender_protocol::{BarOwner, Described, STATE_PAGE};
 use farside_vfio_user::{Mappable, SparseArea};
@@ -109,6 +110,16 @@ impl Bars {
     /// The first page of the device's state.
     pub(crate) fn state_page(&self) -> Option<HostSlice> {
         self.state.as_ref().map(|state| state.page.clone())
+    }
+
+    /// The version of that state, as its header has it. `None`: nothing was written to it.
+    pub(crate) fn state_version(&self) -> Option<u32> {
+        let mut header = [0; nvme::STATE_HEADER];
+        let file = &self.state.as_ref()?.file;
+        let read = rustix::io::pread(file, &mut header, STATE_PAGE);
+        // Only NVMe models have a state.
+        let version = read.is_ok().then(|| nvme::state_version(&header));
+        version?.ok()?
     }
 
     /// The files to send with a borrow, in the order of the BARs.

@@ -3,7 +3,10 @@
 use farside_backend_api::BarAddress;
 use farside_config_space::{Edge, Effect, GuestBarAddress, Staged};
 
-use super::{Device, pending::Task};
+use super::{
+    Device,
+    pending::{RegisterRead, Task},
+};
 use crate::borrow::{Event, State, worker::Job};
 
 impl Device {
@@ -27,6 +30,9 @@ impl Device {
                 let disable = Job::SetIntxDisable(intx_disable == Edge::Rising);
                 tasks.push(Task::Work(disable));
             }
+        }
+        for &(piece, value) in staged.forwarded() {
+            tasks.push(Task::Read(RegisterRead::ConfigWrite { piece, value }));
         }
         tasks.push(Task::Commit(Box::new(staged)));
         for task in tasks.into_iter().rev() {

@@ -4,6 +4,7 @@ use std::{collections::VecDeque, time::Instant};
 
 use farside_config_space::Staged;
 use farside_irq_relay::{Action, IrqData, SetIrqs};
+use farside_pci::Piece;
 use farside_vfio_user::{Region, Reply, ReplyTo};
 use rustix::io::Errno;
 
@@ -51,7 +52,7 @@ pub(crate) enum Task {
     Commit(Box<Staged>),
     /// Reset configuration space to its power-on state.
     ResetConfig,
-    /// Read a register into the device's buffer.
+    /// Read a register into the device's buffer, or write one, and wait for the answer.
     Read(RegisterRead),
     /// Write to a BAR.
     BarWrite {
@@ -94,13 +95,17 @@ pub(crate) enum Waiting {
     Room(Task),
 }
 
-/// A read at the lender into the device's buffer.
+/// An access at the lender that it answers: a read into the device's buffer, or a configuration write.
 #[derive(Clone, Copy)]
 pub(crate) enum RegisterRead {
     /// A BAR; `done` bytes of the buffer are filled.
     Bar { bar: u8, offset: u64, done: usize },
     /// Interrupt Status, into this byte of the buffer.
     InterruptStatus { at: usize },
+    /// A part of a read of configuration space at `offset`.
+    Config { piece: Piece, offset: u64 },
+    /// A write to configuration space.
+    ConfigWrite { piece: Piece, value: u32 },
 }
 
 impl Pending {

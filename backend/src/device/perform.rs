@@ -71,7 +71,8 @@ impl Device {
         }
     }
 
-    /// Without a lease a BAR reads as all ones, and Interrupt Status as zero.
+    /// Without a lease a BAR reads as all ones, Interrupt Status as zero, and configuration space as the lender has read
+    /// it once; writes to that are lost.
     fn read_register(&mut self, read: RegisterRead) {
         let Some(channel) = &mut self.registers else {
             return;
@@ -84,6 +85,12 @@ impl Device {
             }
             RegisterRead::InterruptStatus { .. } => {
                 registers::request_interrupt_status(channel, &mut self.log)
+            }
+            RegisterRead::Config { piece, .. } => {
+                registers::request_config_read(channel, &mut self.log, piece)
+            }
+            RegisterRead::ConfigWrite { piece, value } => {
+                registers::request_config_write(channel, &mut self.log, piece, value)
             }
         };
         match asked {
@@ -159,6 +166,12 @@ impl Device {
                     *byte |= STATUS_INTERRUPT as u8;
                 }
             }
+            RegisterRead::Config { piece, offset } => {
+                // The low bytes are the answer.
+                self.config
+                    .merge(piece, value as u32, offset, &mut self.buffer);
+            }
+            RegisterRead::ConfigWrite { .. } => {}
         }
     }
 

@@ -51,6 +51,11 @@ impl RegisterLog {
             waiting: 0,
             done: 0,
         };
+        // No count comes near the largest number. A process that was taken over may have left anything.
+        if log.first() > log.end() || log.len() > MOST || log.end() > u64::MAX / 2 {
+            log.words.set(FIRST, 0);
+            log.words.set(END, 0);
+        }
         log.waiting = log.end();
         log
     }
@@ -72,6 +77,15 @@ impl RegisterLog {
             false => 0,
         };
         self.words.set(MARK, mark | self.done);
+    }
+
+    /// Another message is processed: the one whose writes are kept will not be processed again. Turns are few, so that one
+    /// that comes later has the same.
+    pub(crate) fn other_message(&mut self) {
+        self.done = 0;
+        if self.words.get(MARK) != 0 {
+            self.words.set(MARK, 0);
+        }
     }
 
     /// Whether the process before has kept the next write of the message.
@@ -244,6 +258,7 @@ mod tests {
     use std::time::Duration;
 
     use farside_fabric::memory::SharedMemory;
+    use farside_hand_over::samples;
 
     use super::*;
 
@@ -264,6 +279,40 @@ mod tests {
     fn received(channel: &mut Channel) -> Vec<Access> {
         let next = || channel.receive(Duration::ZERO).ok();
         std::iter::from_fn(next).map(|(access, _)| access).collect()
+    }
+
+    #[test]
+    fn a_message_of_a_turn_that_comes_again_is_another_one() {
+        let mut log = log();
+        log.message(5);
+        assert!(log.wait(write(7)));
+        log.other_message();
+        log.message(5);
+        assert!(log.wait(write(8)));
+        assert_eq!(log.len(), 2);
+    }
+
+    #[test]
+    fn the_format_of_the_log_has_not_changed_without_its_version() {
+        let file = farside_keeper::DeviceFile::new().unwrap();
+        let mut log = RegisterLog::new(file.log().unwrap());
+        log.message(5);
+        assert!(log.wait(write(7)));
+        assert!(log.wait(Access::Write {
+            bar: 5,
+            offset: 1 << 40,
+            len: 8,
+            value: u64::MAX - 1,
+        }));
+        let words = file.log().unwrap();
+        let set = (0..words.len()).filter(|n| words.get(*n) != 0);
+        let words = set.map(|n| (format!("word-{n}"), words.get(n).to_be_bytes().to_vec()));
+        let version = farside_keeper::RECORDS.version();
+        let path = format!(
+            "{}/tests/samples/log-{version}.txt",
+            env!("CARGO_MANIFEST_DIR")
+        );
+        samples::is_unchanged(path.as_ref(), &words.collect::<Vec<_>>());
     }
 
     #[test]
@@ -311,6 +360,25 @@ mod tests {
             received(&mut theirs);
             page.store_u64(0, n, std::sync::atomic::Ordering::Release);
             assert!(log.len() <= MANY);
+        }
+    }
+
+    #[test]
+    fn a_log_of_garbage_is_empty() {
+        for (first, end) in [
+            (0, MOST + 1),
+            (2, 1),
+            (u64::MAX - 1, u64::MAX),
+            (0, 1 << 63),
+        ] {
+            let file = farside_keeper::DeviceFile::new().unwrap();
+            let words = file.log().unwrap();
+            words.set(FIRST, first);
+            words.set(END, end);
+            let mut log = RegisterLog::new(words);
+            log.cut(None, 0);
+            assert!(!log.is_waiting(), "{first}, {end}");
+            assert!(log.wait(write(1)));
         }
     }
 

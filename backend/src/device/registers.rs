@@ -5,6 +5,8 @@ use farside_lender_protocol::{
     registers::{Access, Event},
 };
 
+use farside_pci::Piece;
+
 use super::register_log::RegisterLog;
 
 /// Size of the next access of a transfer: naturally aligned, 1, 2, 4 or 8 bytes.
@@ -77,6 +79,25 @@ pub(crate) fn request_interrupt_status(
     log: &mut RegisterLog,
 ) -> Result<bool, ChannelError> {
     log.send(channel, Access::InterruptStatus)
+}
+
+/// Asks for a part of configuration space. Returns false if the channel is full.
+pub(crate) fn request_config_read(
+    channel: &mut Channel,
+    log: &mut RegisterLog,
+    Piece { offset, len }: Piece,
+) -> Result<bool, ChannelError> {
+    log.send(channel, Access::ConfigRead { offset, len })
+}
+
+/// Writes a part of configuration space. Returns false if the channel is full.
+pub(crate) fn request_config_write(
+    channel: &mut Channel,
+    log: &mut RegisterLog,
+    Piece { offset, len }: Piece,
+    value: u32,
+) -> Result<bool, ChannelError> {
+    log.send(channel, Access::ConfigWrite { offset, len, value })
 }
 
 /// The next event, if there is one.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use farside_error_chain::Chain;
 use farside_guest_layout::Gpa;
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
-use farside_pci::Description;
+use farside_pci::{Description, rom};
 use farside_vfio_user::{
     DeviceInfo, DmaMap, DmaUnmap, Refusal, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
     Request,
@@ -29,17 +29,28 @@ impl Device {
         self.buffer.clear();
         self.buffer.resize(count, 0xff);
         let mut interrupt_status = None;
+        let mut config = Vec::new();
         let bar = match region {
             Region::Config => {
                 let size = self.config.size();
                 if self.is_present() && offset + count as u64 <= size {
                     self.config.read(offset, &mut self.buffer);
                     interrupt_status = self.config.interrupt_status_at(offset, count);
+                    let parts = self.config.reads(offset, count);
+                    config.extend(parts.map(|piece| RegisterRead::Config { piece, offset }));
                 }
                 None
             }
             Region::Bar(bar) => self.in_bar(bar, offset, count).then_some(bar),
-            Region::Rom | Region::Vga => None,
+            Region::Rom => {
+                let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+                let rest = self.rom.get(offset..).filter(|_| self.is_present());
+                for (byte, rom) in self.buffer.iter_mut().zip(rest.unwrap_or_default()) {
+                    *byte = *rom;
+                }
+                None
+            }
+            Region::Vga => None,
         };
         let finish = Finish::Read { region, offset };
         match bar {
@@ -51,7 +62,7 @@ impl Device {
             }
             None => {
                 let status = interrupt_status.map(|at| RegisterRead::InterruptStatus { at });
-                self.hold(to, finish, status.map(Task::Read))
+                self.hold(to, finish, status.into_iter().chain(config).map(Task::Read))
             }
         }
     }
@@ -192,7 +203,12 @@ impl Device {
                 },
                 _ => RegionInfo::absent(region),
             },
-            Region::Rom | Region::Vga => RegionInfo::absent(region),
+            Region::Rom => RegionInfo {
+                readable: !self.rom.is_empty(),
+                size: rom::bar_size(self.rom.len()),
+                ..RegionInfo::absent(region)
+            },
+            Region::Vga => RegionInfo::absent(region),
         }
     }
 
@@ -232,14 +248,18 @@ impl Device {
 
 impl Handler for Device {
     fn refused(&mut self, refusal: &Refusal) {
+        self.log.other_message();
         self.client_log.refused(&self.name(), refusal);
     }
 
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
         self.ram_taken &= matches!(request, Request::DmaUnmap(_));
         self.records.is_dirty |= changes_state(&request);
-        if let Request::RegionWrite(_) | Request::RegionWriteMulti(_) = request {
-            self.log.message(self.records.turn());
+        match request {
+            Request::RegionWrite(_) | Request::RegionWriteMulti(_) => {
+                self.log.message(self.records.turn());
+            }
+            _ => self.log.other_message(),
         }
         match request {
             Request::Version(negotiated) => {

@@ -4,7 +4,7 @@ use farside_error_chain::Chain;
 use farside_keeper::Journal;
 
 use super::{Device, State};
-use crate::records::Saved;
+use crate::records::{Saved, SavedDescription};
 
 /// With more mappings, as of a guest behind a vIOMMU that maps each buffer, a snapshot for each change would slow it down.
 const MOST_MAPPINGS: usize = 1024;
@@ -36,10 +36,11 @@ impl Device {
             return;
         }
         let setup = self.setup();
+        let (described, rom) = SavedDescription::of(&self.described);
         let saved = Saved {
             device: self.settings.device.to_string(),
             lender: self.settings.lender.to_string(),
-            described: self.described.clone(),
+            described,
             transport: self.settings.transport,
             negotiated: self.negotiated,
             config: self.config.registers().to_vec(),
@@ -51,6 +52,7 @@ impl Device {
             absent: self.absent,
             unplugged: self.unplugged,
             ram_taken: self.ram_taken,
+            rom,
         };
         if let Err(error) = self.records.stage(&saved, setup)
             && let Some(held_back) = self.line_limits.records.allow()

@@ -177,6 +177,7 @@ fn serve(mut peer: Channel, state: &Mutex<State>) {
             Request::Describe { .. } => Reply::Description(Box::new(Described {
                 description: DmaTest::new().description().clone(),
                 bars: BarOwner::Borrower,
+                rom: 0,
                 state: 2 * STATE_PAGE,
             })),
             Request::Status { .. } => Reply::Status(Box::new(DeviceStatus {

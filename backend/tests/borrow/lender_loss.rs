@@ -204,6 +204,7 @@ impl Muted {
                 Request::Describe { .. } => Reply::Description(Box::new(Described {
                     description: DmaTest::new().description().clone(),
                     bars: BarOwner::Borrower,
+                    rom: 0,
                     state: 0,
                 })),
                 Request::Status { .. } => Reply::Status(Box::new(DeviceStatus {

@@ -165,7 +165,10 @@ impl Connection {
             // Of a body that is discarded.
             connection.fds.clear();
         }
-        connection.queued_fd = connection.journal.waiting().and_then(|fd| kept.claim(fd));
+        if let Some(fd) = connection.journal.waiting() {
+            // Unclaimed, the number would be of a descriptor of this process.
+            connection.queued_fd = Some(kept.claim(fd)?);
+        }
         Some(connection)
     }
 
@@ -216,6 +219,22 @@ impl Connection {
             Some(header) => Ok(Some(self.hand_out(header))),
             None => Ok(None),
         }
+    }
+
+    /// As [`receive`](Self::receive), with how often processes have begun with this message, this time included.
+    pub(super) fn receive_to_process(
+        &mut self,
+    ) -> Result<Option<(Message<'_>, usize)>, ConnectionError> {
+        let Some(header) = self.arrived()? else {
+            return Ok(None);
+        };
+        let tries = self.journal.begin_try();
+        Ok(Some((self.hand_out(header), tries)))
+    }
+
+    /// This process has got through the message.
+    pub(super) fn end_try(&mut self) {
+        self.journal.end_try();
     }
 
     /// The header of the message that [`receive`](Self::receive) would return. Does

@@ -8,6 +8,9 @@ use super::request::Request;
 use super::session::Session;
 use super::{Errno, MAX_MESSAGE_SIZE, ReplyTo};
 
+/// So many processes may end in the middle of a request. Then it is answered with an error.
+const MOST_TRIES: usize = 3;
+
 /// Serves requests.
 pub trait Handler {
     /// Serves one request. May return any [`Answer`]; must not panic.
@@ -17,6 +20,15 @@ pub trait Handler {
     /// cause any number of calls, so log lines must be rate-limited
     /// ([`ClientLog`](super::ClientLog)).
     fn refused(&mut self, refusal: &Refusal);
+
+    /// A request is answered with EIO: so many processes have ended while they processed it. The default logs that.
+    fn given_up(&mut self, header: &Header, times: usize) {
+        log::error!(
+            "a request of the VMM ({:?}, {} bytes) has ended {times} processes: it is answered with an error",
+            header.command,
+            header.size
+        );
+    }
 
     /// Processes a reply to a command of the server (see [`dma`](super::dma)). Returns
     /// whether it matches one. The default is for servers that send none.
@@ -78,19 +90,35 @@ pub fn pump(
         if connection.wants_write() && !connection.flush()? {
             return Ok(Pumped::Full);
         }
-        let Some(message) = connection.receive()? else {
+        let Some((message, tries)) = connection.receive_to_process()? else {
             return Ok(Pumped::Idle);
         };
-        let to = message.header.reply_to();
+        let header = message.header;
+        let to = header.reply_to();
+        if tries > MOST_TRIES {
+            drop(message);
+            handler.given_up(&header, tries - 1);
+            connection.send(to, Err(Errno::IO))?;
+            connection.end_try();
+            continue;
+        }
         if to_handler(&message, handler) {
+            drop(message);
+            connection.end_try();
             continue;
         }
         match session.decode(message) {
-            Ok(request) => match handler.handle(request, to) {
-                Answer::Reply(reply) => connection.send(to, Ok(reply))?,
-                Answer::Error(errno) => connection.send(to, Err(errno))?,
-                Answer::Later => return Ok(Pumped::Later),
-            },
+            Ok(request) => {
+                let answer = handler.handle(request, to);
+                match answer {
+                    Answer::Reply(reply) => connection.send(to, Ok(reply))?,
+                    Answer::Error(errno) => connection.send(to, Err(errno))?,
+                    Answer::Later => {
+                        connection.end_try();
+                        return Ok(Pumped::Later);
+                    }
+                }
+            }
             Err(refusal) => {
                 handler.refused(&refusal);
                 match refusal.fate() {
@@ -103,6 +131,7 @@ pub fn pump(
                 }
             }
         }
+        connection.end_try();
     }
     Ok(Pumped::Budget)
 }

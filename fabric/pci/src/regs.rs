@@ -65,6 +65,8 @@ pub(crate) const SUBSYSTEM_VENDOR_ID: usize = 0x2c;
 pub(crate) const SUBSYSTEM_ID: usize = 0x2e;
 /// Expansion ROM Base Address, 32 bits (7.5.1.2.4).
 pub const ROM_ADDRESS: usize = 0x30;
+/// Expansion ROM Base Address: enable.
+pub const ROM_ADDRESS_ENABLE: u32 = 1 << 0;
 /// Offset of the first capability, 8 bits (7.5.1.1.11).
 pub const CAPABILITY_LIST: usize = 0x34;
 /// Interrupt Line, 8 bits (7.5.1.1.12).
@@ -81,7 +83,8 @@ pub const CAP_ID_PM: u8 = 0x01;
 pub const CAP_ID_MSI: u8 = 0x05;
 /// Capability ID of a vendor-specific capability.
 pub const CAP_ID_VNDR: u8 = 0x09;
-pub(crate) const CAP_ID_EXP: u8 = 0x10;
+/// Capability ID of PCI Express.
+pub const CAP_ID_EXP: u8 = 0x10;
 /// Capability ID of MSI-X.
 pub const CAP_ID_MSIX: u8 = 0x11;
 
@@ -141,6 +144,10 @@ pub const EXP_DEVCTL: usize = 0x08;
 /// Device Control after a reset: relaxed ordering, no snoop, 512-byte read
 /// requests.
 pub const EXP_DEVCTL_DEFAULT: u16 = 0x2810;
+/// Device Control: Enable Relaxed Ordering.
+pub const EXP_DEVCTL_RELAX_EN: u32 = 1 << 4;
+/// Device Control: Max_Read_Request_Size.
+pub const EXP_DEVCTL_READRQ: u32 = 0b111 << 12;
 /// Device Status, 16 bits (7.5.3.5).
 pub const EXP_DEVSTA: usize = 0x0a;
 /// Link Capabilities, 32 bits (7.5.3.6).

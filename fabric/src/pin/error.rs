@@ -51,7 +51,8 @@ pub enum PinError {
     /// [`PinOptions::deadline`] has passed.
     #[error(
         "pinning guest memory took too long: {done} of {total} bytes were resident after \
-         {elapsed:.1?}; give the VM a longer message timeout or prefault its memory"
+         {elapsed:.1?}; give the VM a longer message timeout (QEMU's x-msg-timeout and \
+         --open-timeout; with cloud-hypervisor --open-timeout alone) or prefault its memory"
     )]
     Deadline {
         /// Bytes that were resident.

@@ -12,8 +12,10 @@ use farside_error_chain::Chain;
 use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex, IrqInfo, SetIrqs};
 use farside_pci::regs::{COMMAND, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY};
-use farside_pci::{Bdf, Description};
-use vfio_bindings::bindings::vfio::{VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_CONFIG_REGION_INDEX};
+use farside_pci::{Bdf, Description, rom};
+use vfio_bindings::bindings::vfio::{
+    VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_ROM_REGION_INDEX,
+};
 
 use crate::description::{self, Region};
 use crate::irqs::Irqs;
@@ -106,6 +108,21 @@ impl Function {
     /// As [`Function::config_read`].
     pub fn config_write(&self, offset: u64, data: &[u8]) -> Result<(), VfioError> {
         self.write(VFIO_PCI_CONFIG_REGION_INDEX, offset, data)
+    }
+
+    /// Its expansion ROM; empty if it has none that the kernel finds valid, or one that is too large.
+    ///
+    /// # Errors
+    /// [`VfioError::Access`].
+    pub fn rom(&self) -> Result<Vec<u8>, VfioError> {
+        let region = self.regions.get(VFIO_PCI_ROM_REGION_INDEX as usize);
+        let size = region.map_or(0, |region| region.size);
+        let size = usize::try_from(size).ok().filter(|&size| size <= rom::MAX);
+        let mut data = vec![0; size.unwrap_or(0)];
+        if !data.is_empty() {
+            self.read(VFIO_PCI_ROM_REGION_INDEX, 0, &mut data)?;
+        }
+        Ok(data)
     }
 
     /// Reads 1, 2, 4 or 8 bytes, naturally aligned, at `offset` of BAR `bar`.
@@ -418,6 +435,7 @@ impl Drop for Function {
 fn region_name(index: u32) -> String {
     match index {
         VFIO_PCI_CONFIG_REGION_INDEX => "configuration space".to_owned(),
+        VFIO_PCI_ROM_REGION_INDEX => "expansion ROM".to_owned(),
         bar => format!("BAR {bar}"),
     }
 }

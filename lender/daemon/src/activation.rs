@@ -7,7 +7,7 @@ use std::{
     fmt, io,
     net::SocketAddr,
     os::{
-        fd::OwnedFd,
+        fd::{OwnedFd, RawFd},
         unix::{ffi::OsStrExt, fs::MetadataExt},
     },
     path::{Path, PathBuf},
@@ -15,7 +15,7 @@ use std::{
 
 use listenfd::ListenFd;
 use rustix::{
-    io::Errno,
+    io::{Errno, fcntl_dupfd_cloexec},
     net::{SocketAddrAny, SocketAddrUnix, getsockname, sockopt},
 };
 
@@ -95,6 +95,17 @@ impl Activated {
             .map(|index| take(&mut given, index))
             .collect::<Result<_, _>>()
             .map(Self)
+    }
+
+    /// Gives the sockets' descriptors numbers above `number`, for others to have theirs.
+    ///
+    /// # Errors
+    /// Those of fcntl(2).
+    pub fn move_above(&mut self, number: RawFd) -> io::Result<()> {
+        for socket in &mut self.0 {
+            socket.fd = fcntl_dupfd_cloexec(&socket.fd, number.saturating_add(1))?;
+        }
+        Ok(())
     }
 
     /// Takes the socket that listens at `path`, if there is one.

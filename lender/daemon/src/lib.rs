@@ -19,7 +19,7 @@
 //! - [`RateLimit`], [`StateLog`]: limits for log lines that peers can cause at will.
 //! - [`Wakeup`]: wakes a thread that polls.
 //! - [`output_within`], [`ends_by`]: run or await a child process with a deadline.
-//! - [`raise_open_files`]: the limit of open files. [`close_inherited`]: closes inherited ones.
+//! - [`raise_open_files`], [`limit_open_files`]: the limit of open files. [`close_inherited`]: closes inherited ones.
 //!
 //! Protocols are in other crates: this one depends on no other crate of the workspace.
 
@@ -52,7 +52,7 @@ pub use listener::{ListenError, OwnedListener};
 pub use lock::{FileLock, Holder, LockError};
 pub use names::{DeviceId, GroupName, LenderName, NameError, VmName};
 pub use network::is_private;
-pub use open_files::{close_inherited, raise_open_files};
+pub use open_files::{close_inherited, limit_open_files, raise_open_files};
 pub use peer::{PeerCredentials, peer_credentials};
 pub use rate_limit::{HeldBack, RateLimit, StateLog};
 pub use readiness::{end_notices, ready, status, stopping};

@@ -9,14 +9,29 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 /// vectors has more eventfds.
 pub fn raise_open_files() {
     let limit = getrlimit(Resource::Nofile);
-    if limit.current == limit.maximum {
-        return;
-    }
-    let raised = Rlimit {
+    set_limit(Rlimit {
         current: limit.maximum,
         ..limit
-    };
-    if let Err(errno) = setrlimit(Resource::Nofile, raised) {
+    });
+}
+
+/// Sets both limits of open files to `most`, or to the hard limit if that is lower: what a process that was taken
+/// over can open costs the kernel memory.
+pub fn limit_open_files(most: u64) {
+    let hard = getrlimit(Resource::Nofile).maximum;
+    let most = Some(hard.map_or(most, |hard| hard.min(most)));
+    set_limit(Rlimit {
+        current: most,
+        maximum: most,
+    });
+}
+
+fn set_limit(wanted: Rlimit) {
+    let limit = getrlimit(Resource::Nofile);
+    if limit == wanted {
+        return;
+    }
+    if let Err(errno) = setrlimit(Resource::Nofile, wanted) {
         log::warn!(
             "the limit of open files stays at {}: {errno}; devices with many vectors may need more",
             limit.current.unwrap_or(u64::MAX)

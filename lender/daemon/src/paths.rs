@@ -97,6 +97,11 @@ pub fn device_socket_name(device: &DeviceId) -> String {
     format!("{device}.sock")
 }
 
+/// The socket at which the keeper of a VM's backend listens for the next one.
+pub fn keeper_socket(vm: &VmName) -> PathBuf {
+    runtime_dir().join("keepers").join(vm.as_str())
+}
+
 /// Name of the socket for `farside status` in a VM's directory.
 pub const STATUS_SOCKET_NAME: &str = "status";
 

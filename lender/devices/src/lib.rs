@@ -13,6 +13,7 @@
 pub mod bus;
 pub mod dma_test;
 pub mod nvme;
+pub mod remote;
 
 pub use bus::{Bus, Dma, Interrupts};
 

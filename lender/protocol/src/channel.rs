@@ -116,6 +116,8 @@ impl From<Errno> for ChannelError {
 pub struct Channel {
     framing: Framing,
     sent: Arc<AtomicU64>,
+    /// Its messages may end before fields of later versions.
+    is_appendable: bool,
 }
 
 #[derive(Debug)]
@@ -230,7 +232,15 @@ impl Channel {
         Self {
             framing,
             sent: Arc::default(),
+            is_appendable: false,
         }
+    }
+
+    /// For messages between processes of one host that may be of two versions: fields that are absent in a received
+    /// message are zero ([`farside_hand_over::decode`]).
+    pub fn appendable(mut self) -> Self {
+        self.is_appendable = true;
+        self
     }
 
     /// The socket, for passing to another process. Over TCP this loses buffered data, and ends a TLS
@@ -404,6 +414,9 @@ impl Channel {
         // refused by its version number.
         match &mut self.framing {
             Framing::Packets(packets) => match packets.try_receive()? {
+                Some((bytes, fds)) if self.is_appendable => {
+                    Ok(Some((farside_hand_over::decode(bytes)?, fds)))
+                }
                 Some((bytes, fds)) => Ok(Some((postcard::from_bytes(bytes)?, fds))),
                 None => Ok(None),
             },

@@ -4,6 +4,7 @@ mod goes_on;
 mod greeted;
 mod medium;
 mod operate;
+mod rom;
 
 use std::{
     io,

@@ -11,7 +11,7 @@ use crate::{
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 14;
+pub const VERSION: u32 = 15;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -235,7 +235,17 @@ pub enum Request {
         /// revoked or borrowed by others since.
         resumes: Option<Secret>,
     },
+    /// Reads a part of a device's expansion ROM, of up to [`ROM_PART`] bytes. Needs no lease.
+    Rom {
+        /// Device id.
+        device: DeviceId,
+        /// Offset in the ROM.
+        offset: u32,
+    },
 }
+
+/// Most bytes of a [`Reply::Rom`].
+pub const ROM_PART: usize = 32 << 10;
 
 /// Maximum time for a guest to release a revoked device.
 pub const MAX_REVOKE_LIMIT: std::time::Duration = std::time::Duration::from_secs(60 * 60);
@@ -320,6 +330,8 @@ pub enum Reply {
     /// The last message of a lease that goes on, in answer to no request: its process has ended, with all DMA. The
     /// lender keeps the device for the VM while the borrower keeps this connection open, for `keep_ms` at most.
     ProcessEnded,
+    /// To `Rom`; empty at the end of the ROM.
+    Rom(Vec<u8>),
 }
 
 /// The lease of a medium.
@@ -398,6 +410,9 @@ pub struct Described {
     /// Bytes of a file in which the device's state outlives the process that serves it; 0 if it has none. See
     /// [`Request::BorrowAndKeep`].
     pub state: u64,
+    /// Bytes of its expansion ROM, at most [`farside_pci::rom::MAX`]; 0 if it has none. See [`Request::Rom`].
+    #[serde(default)]
+    pub rom: u32,
 }
 
 /// The provider of the memory behind the sparse mmap areas of a device's BARs.
@@ -563,37 +578,4 @@ impl BorrowedBy {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn addresses_are_encoded_as_numbers() {
-        let (iova, peer_address, len) = (0x1_2345_6000, 0x89_abcd_e000, 0x40_0000);
-        let window = Request::OpenWindow {
-            iova: Iova::new(iova),
-            peer_address: PeerAddress::new(peer_address),
-            len,
-        };
-        let bytes = postcard::to_stdvec(&window).unwrap();
-        // The variant's number, then its fields.
-        let numbers = (13u32, iova, peer_address, len);
-        assert_eq!(bytes, postcard::to_stdvec(&numbers).unwrap());
-    }
-
-    /// The encoding has no field names: a field that is skipped when it has its default
-    /// would shift all later ones.
-    #[test]
-    fn limits_survive_the_encoding() {
-        for alignment in [None, Some(4096)] {
-            let limits = NtbLimits {
-                alignment,
-                ..NtbLimits::default()
-            };
-            let bytes = postcard::to_stdvec(&Reply::Limits(limits.clone())).unwrap();
-            match postcard::from_bytes(&bytes) {
-                Ok(Reply::Limits(received)) => assert_eq!(received, limits),
-                other => panic!("{other:?}"),
-            }
-        }
-    }
-}
+mod tests;

@@ -32,13 +32,31 @@ pub enum Access {
     /// Reads Interrupt Status, the one bit of configuration space that only the
     /// device has (PCIe 7.5.1.1.4). Answered by [`Event::Data`], 0 or 1.
     InterruptStatus,
+    /// Reads configuration space, of a function whose BARs are the [lender's](crate::BarOwner::Lender). 1, 2 or 4 bytes,
+    /// naturally aligned. Answered by [`Event::Data`]: the bits that the [policy](farside_pci::policy) lets a borrower
+    /// read, the others 0; all ones if there are none.
+    ConfigRead {
+        /// Bytes from the start of the space.
+        offset: u16,
+        /// 1, 2 or 4.
+        len: u8,
+    },
+    /// Writes configuration space, as far as the policy lets a borrower. Answered by [`Event::Data`] with 0, when the
+    /// device has the write: configuration writes are not posted.
+    ConfigWrite {
+        /// Bytes from the start of the space.
+        offset: u16,
+        /// 1, 2 or 4.
+        len: u8,
+        /// Little-endian value in the low `len` bytes.
+        value: u32,
+    },
 }
 
 /// Messages of the lender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Event {
-    /// The answer to the oldest unanswered [`Access::Read`] or
-    /// [`Access::InterruptStatus`].
+    /// The answer to the oldest unanswered access, of those that are answered.
     Data {
         /// Little-endian value.
         value: u64,

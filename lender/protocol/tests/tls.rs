@@ -1,5 +1,8 @@
 //! TLS between real sockets: who is accepted, and what refused peers are told.
 
+#[path = "tls/clock.rs"]
+mod clock;
+
 use std::{
     fs::Permissions,
     io::{Read, Write},

@@ -37,6 +37,9 @@ const STOP_TIMEOUT: Duration = Duration::from_millis(4000);
 /// Timeout for a worker to end after its lease has: shorter than the next borrower waits, 4 s.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// Least time between two reports of a worker: its device's thread makes them for whoever may borrow the device.
+const REPORT_INTERVAL: Duration = Duration::from_millis(10);
+
 /// Maximum number of messages of a worker that are served before everything else is looked at.
 const MESSAGES: usize = 64;
 
@@ -121,7 +124,7 @@ fn not_begun(chain: Option<GrantedChain>, not_told: bool) -> Release {
 
 /// An order that the worker has not answered yet.
 enum Waiting {
-    Report(mpsc::SyncSender<Report>),
+    Reports(Vec<mpsc::SyncSender<Report>>),
     HandOver(Generation, mpsc::SyncSender<Result<(), RemoteError>>),
     Revoke,
 }
@@ -150,6 +153,10 @@ struct WorkerLease<'a> {
     vm: VmName,
     generation: Generation,
     waiting: VecDeque<Numbered<Waiting>>,
+    /// Those who want the next report.
+    wanted: Vec<mpsc::SyncSender<Report>>,
+    /// When that is ordered.
+    report_from: Instant,
     /// What the worker has not answered.
     late: Vec<Waiting>,
     requester: Option<usize>,
@@ -195,6 +202,8 @@ impl<'a> WorkerLease<'a> {
             vm,
             generation,
             waiting: VecDeque::new(),
+            wanted: Vec::new(),
+            report_from: Instant::now(),
             late: Vec::new(),
             requester: None,
             windows: Vec::new(),
@@ -224,6 +233,7 @@ impl<'a> WorkerLease<'a> {
             }
             if self.is_leased() {
                 self.take_request();
+                self.order_report();
             }
         };
         self.flush(status.unwrap_or_default())
@@ -247,9 +257,9 @@ impl<'a> WorkerLease<'a> {
     /// Waits for the worker, for requests and for the lender's stop. Returns whether the worker has
     /// ended.
     fn wait(&mut self, open: &Open) -> bool {
-        let left = self
-            .kill_at
-            .map(|at| at.saturating_duration_since(Instant::now()));
+        let report_from = (self.is_leased() && !self.wanted.is_empty()).then_some(self.report_from);
+        let next = self.kill_at.into_iter().chain(report_from).min();
+        let left = next.map(|at| at.saturating_duration_since(Instant::now()));
         let left = left.map(|left| Timespec::try_from(left).unwrap_or_default());
         let (worker, owner) = (&self.worker, &self.owner);
         let fds = [
@@ -336,8 +346,11 @@ impl<'a> WorkerLease<'a> {
             let waiting = waiting.filter(|(order, _)| *order == number);
             // Each fails if the requester has gone.
             match (waiting.map(|(_, waiting)| waiting), answer) {
-                (Some(Waiting::Report(reply)), Answer::Status(report)) => {
-                    let _ = reply.try_send(self.device.completed(*report));
+                (Some(Waiting::Reports(replies)), Answer::Status(report)) => {
+                    let report = self.device.completed(*report);
+                    for reply in replies {
+                        let _ = reply.try_send(report.clone());
+                    }
                 }
                 (Some(waiting), Answer::Nothing) => self.answer_later(waiting),
                 (Some(Waiting::HandOver(fence, reply)), Answer::HandedOver(Ok(())))
@@ -359,7 +372,17 @@ impl<'a> WorkerLease<'a> {
         self.owner.requests_wake.lower();
         while let Ok(request) = self.owner.requests.try_recv() {
             let (order, waiting) = match request {
-                DeviceRequest::Report(reply) => (Order::Status, Waiting::Report(reply)),
+                // Of those that are dropped, the requesters hear at once.
+                DeviceRequest::Report(reply) if self.gone => {
+                    self.answer_later(Waiting::Reports(vec![reply]));
+                    continue;
+                }
+                DeviceRequest::Report(reply) => {
+                    if self.wanted.len() < MAX_REQUESTS {
+                        self.wanted.push(reply);
+                    }
+                    continue;
+                }
                 DeviceRequest::HandOver { fence, reply } => {
                     (Order::HandOver { fence }, Waiting::HandOver(fence, reply))
                 }
@@ -399,23 +422,39 @@ impl<'a> WorkerLease<'a> {
                     continue;
                 }
             };
-            let fits = self.waiting.len() < MAX_REQUESTS;
-            let order = (self.orders, order);
-            match fits && matches!(self.worker.orders.try_send(&order, &[]), Ok(true)) {
-                true => {
-                    self.waiting.push_back((order.0, waiting));
-                    self.orders += 1;
-                }
-                false => self.answer_later(waiting),
+            self.order(order, waiting);
+        }
+    }
+
+    fn order(&mut self, order: Order, waiting: Waiting) {
+        let fits = self.waiting.len() < MAX_REQUESTS;
+        let order = (self.orders, order);
+        match fits && matches!(self.worker.orders.try_send(&order, &[]), Ok(true)) {
+            true => {
+                self.waiting.push_back((order.0, waiting));
+                self.orders += 1;
             }
+            false => self.answer_later(waiting),
+        }
+    }
+
+    /// Orders a report for all who want one: the device's thread makes it, and others than its borrower may want many.
+    fn order_report(&mut self) {
+        let now = Instant::now();
+        if !self.wanted.is_empty() && now >= self.report_from {
+            self.report_from = now + REPORT_INTERVAL;
+            let wanted = mem::take(&mut self.wanted);
+            self.order(Order::Status, Waiting::Reports(wanted));
         }
     }
 
     /// Keeps what the worker does not answer, as when its lease is about to end, until it has ended.
     fn answer_later(&mut self, waiting: Waiting) {
-        if let (Waiting::Report(reply), true) = (&waiting, self.gone) {
-            // Fails if the requester has gone.
-            let _ = reply.try_send(self.device.report());
+        if let (Waiting::Reports(replies), true) = (&waiting, self.gone) {
+            for reply in replies {
+                // Fails if the requester has gone.
+                let _ = reply.try_send(self.device.report());
+            }
             return;
         }
         // Of those that are dropped, the requesters hear at once.
@@ -430,6 +469,8 @@ impl<'a> WorkerLease<'a> {
         // What is left in the pipe, of 64 KiB.
         let _ = (0..16).all(|_| self.log.read(&self.worker.log));
         self.gone = true;
+        let wanted = Waiting::Reports(mem::take(&mut self.wanted));
+        self.answer_later(wanted);
         for waiting in mem::take(&mut self.late)
             .into_iter()
             .chain(mem::take(&mut self.waiting).into_iter().map(|(_, it)| it))

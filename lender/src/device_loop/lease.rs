@@ -1,5 +1,7 @@
 //! Serves a device while it is borrowed.
 
+mod checks;
+
 use std::{
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
@@ -54,6 +56,8 @@ pub(super) struct LeaseLoop<'a> {
     /// A request that has overtaken register accesses sent before it.
     held: Option<Held>,
     refusals: u64,
+    /// A configuration access was refused.
+    config_refused: bool,
 }
 
 struct Held {
@@ -164,6 +168,7 @@ impl<'a> LeaseLoop<'a> {
             served: 0,
             held: None,
             refusals: 0,
+            config_refused: false,
         };
         let line = format!(
             "device {id}: borrowed by VM {} (generation {generation}, {peer})",
@@ -359,6 +364,11 @@ impl<'a> LeaseLoop<'a> {
                     self.device.poll();
                     self.device.irqs().intx_status().into()
                 }
+                Access::ConfigRead { offset, len } => self.config_read(offset, len).into(),
+                Access::ConfigWrite { offset, len, value } => {
+                    self.config_write(offset, len, value);
+                    0
+                }
                 Access::Write {
                     bar,
                     offset,
@@ -383,20 +393,6 @@ impl<'a> LeaseLoop<'a> {
         }
         self.send_relayed();
         Ok(())
-    }
-
-    /// Whether a register access satisfies the contract of `bar_read` and `bar_write`.
-    fn is_valid(&mut self, bar: u8, offset: u64, len: u8) -> bool {
-        let bars = &self.device.source().described().description.bars;
-        let size = match bars.get(usize::from(bar)) {
-            Some(Some(bar)) => bar.size,
-            _ => return false,
-        };
-        matches!(len, 1 | 2 | 4 | 8)
-            && offset.is_multiple_of(u64::from(len))
-            && offset
-                .checked_add(u64::from(len))
-                .is_some_and(|end| end <= size)
     }
 
     /// Sends the relayed interrupts. If the channel is full, the rest stay in the relay, which
@@ -577,6 +573,7 @@ impl<'a> LeaseLoop<'a> {
             | Request::Limits
             | Request::LimitsInUse
             | Request::Describe { .. }
+            | Request::Rom { .. }
             | Request::Check { .. }
             | Request::Borrow { .. }
             | Request::BorrowMedium { .. }

@@ -11,6 +11,7 @@ use farside_daemon::{
     confine::{self, COMMON, ConfineError, SeccompAction, SystemCalls},
     raise_open_files,
 };
+use farside_hand_over::FARSIDE;
 use farside_lender_protocol::{Channel, ChannelError};
 use nix::unistd::getpid;
 use rustix::{
@@ -19,10 +20,15 @@ use rustix::{
     thread::CapabilitySet,
 };
 
-use super::{END_TIMEOUT, FromKeeper, Hello, MAX_FDS, TIMEOUT, ToKeeper, VERSION, is_own};
+use super::{
+    END_TIMEOUT, FromKeeper, Hello, MAX_FDS, TIMEOUT, ToKeeper, VERSION, is_of_root, is_own,
+};
 
 /// Time for which leases whose workers have ended wait for a broker, so that this records how they have.
 const LINGER: Duration = Duration::from_secs(60);
+
+/// Time for a process that looks to say so while there is a broker, which waits.
+const LOOK_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// System calls beside the common ones: the next broker connects.
 const ALLOWED: &[i64] = &[libc::SYS_accept4, libc::SYS_geteuid];
@@ -86,7 +92,7 @@ struct Process {
 /// A [`KeeperError`].
 pub fn run(broker: OwnedFd) -> Result<(), KeeperError> {
     raise_open_files();
-    let mut broker = Channel::from_socket(broker);
+    let mut broker = Channel::from_socket(broker).appendable();
     let (ToKeeper::Listen, mut fds) = broker.receive(TIMEOUT)? else {
         return Err(KeeperError::NoSocket);
     };
@@ -162,7 +168,7 @@ impl Process {
                 }
             };
             match message {
-                ToKeeper::End | ToKeeper::Take | ToKeeper::Listen => {}
+                ToKeeper::End | ToKeeper::Take | ToKeeper::Listen | ToKeeper::Look => {}
                 ToKeeper::Keep {
                     id,
                     lease,
@@ -201,25 +207,34 @@ impl Process {
     fn accept(&mut self) -> Option<Channel> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = accept_with(&self.listener, flags).ok()?;
-        let mut next = Channel::from_socket(socket);
+        let mut next = Channel::from_socket(socket).appendable();
         let busy = self.broker.is_some();
         let hello = Hello {
             version: VERSION,
             busy,
+            farside: FARSIDE.to_owned(),
         };
-        if !is_own(&next) || next.send(&hello, &[], TIMEOUT).is_err() || busy {
+        let is_own = is_own(&next);
+        if !(is_own || is_of_root(&next)) || next.send(&hello, &[], TIMEOUT).is_err() {
             return None;
         }
-        match next.receive(TIMEOUT).ok()? {
-            (ToKeeper::Take, _) => {}
-            (ToKeeper::End, _) => return Some(next),
-            _ => return None,
+        let timeout = if busy { LOOK_TIMEOUT } else { TIMEOUT };
+        match next.receive(timeout).ok()? {
+            (ToKeeper::Take, _) if is_own && !busy => {
+                // A broker that has not got all of them ends, or is closed here.
+                if self.give(&mut next, MAX_FDS).is_ok() {
+                    self.broker = Some(next);
+                }
+                None
+            }
+            (ToKeeper::End, _) if is_own && !busy => Some(next),
+            (ToKeeper::Look, _) => {
+                // If this fails, it has gone.
+                let _ = self.give(&mut next, 0);
+                None
+            }
+            _ => None,
         }
-        // A broker that has not got all of them ends, or is closed here.
-        if self.give(&mut next).is_ok() {
-            self.broker = Some(next);
-        }
-        None
     }
 
     /// Has the workers end, by closing their channels, and waits for that.
@@ -236,11 +251,12 @@ impl Process {
         Ok(())
     }
 
-    fn give(&self, next: &mut Channel) -> Result<(), ChannelError> {
+    /// Sends the leases, with at most so many descriptors of each.
+    fn give(&self, next: &mut Channel, fds: usize) -> Result<(), ChannelError> {
         for (&id, kept) in &self.leases {
             let lease = kept.lease.clone();
-            let fds: Vec<_> = kept.fds.iter().map(AsFd::as_fd).take(MAX_FDS).collect();
-            next.send(&FromKeeper::Lease { id, lease }, &fds, TIMEOUT)?;
+            let passed: Vec<_> = kept.fds.iter().map(AsFd::as_fd).take(fds).collect();
+            next.send(&FromKeeper::Lease { id, lease }, &passed, TIMEOUT)?;
         }
         next.send(&FromKeeper::Done, &[], TIMEOUT)
     }

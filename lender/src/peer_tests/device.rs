@@ -78,6 +78,7 @@ impl Recorder {
             described: Described {
                 description: DmaTest::new().description().clone(),
                 bars: BarOwner::Lender,
+                rom: 0,
                 state: 0,
             },
             log: Arc::clone(&log),

@@ -266,6 +266,7 @@ fn a_busy_neighbour_does_not_starve_the_device() {
         described: Described {
             description: DmaTest::new().description().clone(),
             bars: BarOwner::Lender,
+            rom: 0,
             state: 0,
         },
         doorbell: Arc::clone(&doorbell),

@@ -5,7 +5,9 @@ use std::time::Duration;
 use farside_daemon::{DeviceId, VmName};
 use farside_devices::nvme::ImageId;
 use farside_error_chain::Chain as Causes;
-use farside_lender_protocol::{ErrorKind, Generation, HeldFence, KeptFor, RemoteError, Secret};
+use farside_lender_protocol::{
+    ErrorKind, Generation, HeldFence, KeptFor, RemoteError, Secret, Transport,
+};
 
 use super::{DeviceRequest, Grant, Records, Registry, Slot, unknown};
 use crate::{
@@ -74,7 +76,8 @@ impl Records {
         let medium_of = |id: &DeviceId| slots.get(id).and_then(|slot| slot.medium);
         let medium = medium_of(id);
         fences.lend(id, chain, |other, chain| {
-            Some(chain.medium) == medium && medium_of(other) != medium
+            let had = Some(chain.medium) == medium && chain.medium != ImageId::None;
+            had && medium_of(other) != medium
         })
     }
 }
@@ -96,8 +99,8 @@ impl Registry {
         self
     }
 
-    /// Sets the medium of a device that can be lent over the network. A lease of an earlier run may go
-    /// on.
+    /// Sets the medium of a device that can be lent over the network: [`ImageId::None`] of a model that has
+    /// none. A lease of an earlier run may go on.
     pub(crate) fn set_medium(&self, id: &DeviceId, medium: ImageId) {
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
@@ -109,13 +112,14 @@ impl Registry {
         }
     }
 
-    /// Whether a device has a medium by which it is told from another of the same id.
-    pub(crate) fn has_medium(&self, id: &DeviceId) -> bool {
-        let records = self.lock();
-        records
-            .slots
-            .get(id)
-            .is_some_and(|slot| slot.medium.is_some())
+    /// Whether a lease of the device can go on by this transport: it has a medium by which it is told from
+    /// another of the same id. A model without one has no state either that would outlive its process.
+    pub(crate) fn can_go_on(&self, id: &DeviceId, transport: Transport) -> bool {
+        let medium = self.lock().slots.get(id).and_then(|slot| slot.medium);
+        match medium {
+            Some(ImageId::None) => transport == Transport::Network,
+            medium => medium.is_some(),
+        }
     }
 
     /// Grants a lease that goes on, with its chain: of a device's medium, over the network, or of the device within

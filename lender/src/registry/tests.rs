@@ -22,6 +22,7 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
     let described = Described {
         description,
         bars: BarOwner::Borrower,
+        rom: 0,
         state: 0,
     };
     let queue = RequestQueue::new(sender, Wakeup::new().unwrap());

@@ -103,6 +103,7 @@ impl Devices {
         }
         let available = device.available();
         let (kind, described) = (available.kind(), available.described().clone());
+        let rom = available.rom();
         let home = InLender::new(id.clone(), Arc::clone(&self.registry));
         let (device_loop, queue) = DeviceLoop::new(
             id.clone(),
@@ -123,6 +124,7 @@ impl Devices {
         self.registry
             .add(&id, kind, described, queue, access, first_generation())
             .map_err(failed)?;
+        self.registry.set_rom(&id, rom);
         if let Lendable::InWorker(device) = &device
             && let Some(adopted) = device.adopted()
         {

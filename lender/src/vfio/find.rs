@@ -7,6 +7,7 @@ use farside_host_pci::{Binding, CreatedVfs, Filter, Force, HostPci, PciError};
 use farside_pci::Bdf;
 use farside_vfio::{Api, VfioError};
 
+use super::rom::{BadRom, Rom};
 use crate::config::{Borrower, Config, DeviceConfig, Source, VfioConfig, VfsConfig};
 
 /// A function bound to vfio-pci.
@@ -16,6 +17,7 @@ pub(crate) struct Found {
     pub(crate) binding: Binding,
     pub(crate) allow_dirty: bool,
     pub(crate) host: HostPci,
+    pub(crate) rom: Rom,
     /// Who may borrow it.
     pub(crate) borrowers: Vec<Borrower>,
 }
@@ -62,6 +64,8 @@ enum FindError {
     Pci(#[from] PciError),
     #[error(transparent)]
     Name(#[from] NameError),
+    #[error(transparent)]
+    Rom(#[from] BadRom),
     #[error("function {bdf} is lent as {first} already; name it once")]
     Twice { bdf: Bdf, first: DeviceId },
 }
@@ -113,6 +117,7 @@ fn find_of(
         true => Force::Yes,
         false => Force::No,
     };
+    let rom = Rom::new(&config.rom)?;
     let functions = host.select(&config.function)?;
     let several = functions.len() > 1 || matches!(config.function, Filter::VfsOf(_));
     for (n, function) in functions.into_iter().enumerate() {
@@ -130,6 +135,7 @@ fn find_of(
             binding: bound(host.bind_to_vfio(&bdf, force)?),
             allow_dirty: config.allow_dirty,
             host: host.clone(),
+            rom: rom.clone(),
             borrowers: device.borrowers.clone(),
         });
     }

@@ -11,10 +11,13 @@ use farside_error_chain::Chain;
 use farside_fabric::{LenderPath, MemoryRange, PeerAddress, memory::SharedMemory};
 use farside_lender_protocol::{BarMemory, Described, LimitUse, RemoteError, Resource};
 use farside_ntb::Adapter;
+use farside_pci::Piece;
 use farside_vfio::{Domain, Function, LocalPath, VfioError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{FunctionConfig, dma_path::DmaPath, irqs::FunctionIrqs};
+use super::{
+    FunctionConfig, config_space::ForwardedRegisters, dma_path::DmaPath, irqs::FunctionIrqs,
+};
 use crate::{
     refusals::{failed, internal, refused},
     source::{DeviceSource, Irqs, Leased, LeasedDevice, Report},
@@ -41,6 +44,7 @@ pub(super) struct LeasedFunction {
     vm: VmName,
     path: DmaPath,
     irqs: FunctionIrqs<Function>,
+    registers: ForwardedRegisters,
     function: Arc<Function>,
     // Dropped last: an open function cannot be unbound.
     owner: Box<dyn Owner>,
@@ -57,6 +61,7 @@ impl LeasedFunction {
         let Opened {
             function,
             irqs,
+            registers,
             path,
             bars,
             files,
@@ -66,6 +71,7 @@ impl LeasedFunction {
             vm: vm.clone(),
             path,
             irqs,
+            registers,
             function,
             owner,
         });
@@ -81,6 +87,7 @@ impl LeasedFunction {
 pub(super) struct Opened {
     pub(super) function: Arc<Function>,
     pub(super) irqs: FunctionIrqs<Function>,
+    pub(super) registers: ForwardedRegisters,
     pub(super) path: DmaPath,
     pub(super) bars: Vec<BarMemory>,
     pub(super) files: Vec<OwnedFd>,
@@ -100,6 +107,7 @@ impl Opened {
         }
         Ok(Self {
             irqs: FunctionIrqs::new(&described.description, Arc::clone(&function))?,
+            registers: ForwardedRegisters::new(&described.description, Arc::clone(&function))?,
             path: DmaPath::Local(LocalPath::new(Arc::clone(&function))),
             function,
             bars,
@@ -124,6 +132,7 @@ impl Opened {
         });
         Ok(Self {
             irqs: FunctionIrqs::new(&described.description, Arc::clone(&function))?,
+            registers: ForwardedRegisters::new(&described.description, Arc::clone(&function))?,
             bars: bars.collect(),
             path: DmaPath::Ntb(path),
             function,
@@ -165,6 +174,14 @@ impl LeasedDevice for LeasedFunction {
         if let Err(error) = self.function.bar_write(bar, offset, data) {
             log::debug!("device {}: {error}", self.id, error = Chain(&error));
         }
+    }
+
+    fn config_read(&mut self, piece: Piece) -> Option<u32> {
+        self.registers.read(piece)
+    }
+
+    fn config_write(&mut self, piece: Piece, value: u32) -> bool {
+        self.registers.write(piece, value)
     }
 
     fn irqs(&mut self) -> &mut dyn Irqs {
@@ -210,11 +227,13 @@ impl LeasedDevice for LeasedFunction {
     }
 
     fn reset(&mut self) -> Result<(), RemoteError> {
-        match self.function.can_reset() {
+        let reset = match self.function.can_reset() {
             true => self.function.reset().map_err(internal),
             // A reset by the guest of a function that cannot be reset.
             false => Ok(()),
-        }
+        };
+        self.registers.restore();
+        reset
     }
 
     /// Ignores `patience`: unmapping from the IOMMU waits for DMA in flight.
@@ -228,6 +247,7 @@ impl LeasedDevice for LeasedFunction {
             vm,
             path,
             irqs,
+            registers,
             function,
             owner,
         } = *self;
@@ -237,6 +257,9 @@ impl LeasedDevice for LeasedFunction {
         {
             log::error!("device {id}: {error}", error = Chain(&error));
         }
+        registers.restore();
+        // It has the function open.
+        drop(registers);
         owner.ended(function, vm)
     }
 }

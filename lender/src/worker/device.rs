@@ -11,7 +11,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, cgroup};
-use farside_devices::{Device, dma_test, nvme};
+use farside_devices::{Device, dma_test, nvme, remote};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
     BarOwner, Channel, ChannelError, Described, DeviceEntry, Generation, MediumLease, RamRange,
@@ -28,8 +28,8 @@ use super::{
 };
 use crate::{
     config,
+    keeper::LEASES,
     model::{check_model, not_flushed},
-    refusals::no_medium,
     registry::{GrantedChain, Lease},
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
@@ -95,6 +95,7 @@ impl WorkerDevice {
             description,
             bars: BarOwner::Borrower,
             state,
+            rom: 0,
         };
         let device = Kind::Model(Box::new(ModelKind {
             model,
@@ -199,7 +200,10 @@ impl WorkerDevice {
     /// The medium, if it can be lent over the network.
     pub(crate) fn medium(&self) -> Option<io::Result<nvme::ImageId>> {
         match &self.device {
-            Kind::Model(model) => model.image.as_ref().map(nvme::Image::id),
+            Kind::Model(model) => Some(match &model.image {
+                Some(image) => image.id(),
+                None => Ok(nvme::ImageId::None),
+            }),
             Kind::Function(_) | Kind::Server(_) => None,
         }
     }
@@ -286,6 +290,7 @@ impl WorkerDevice {
         served: KeptDevice,
         chain: Option<GrantedChain>,
     ) -> Record {
+        let state = KeptLease::state(&served);
         let kept = KeptLease {
             device: self.id.clone(),
             vm: vm.clone(),
@@ -299,11 +304,13 @@ impl WorkerDevice {
             requester: false,
             windows: Vec::new(),
             replied: None,
+            worker: LEASES.version(),
+            state,
         };
         let (fds, with_worker) = descriptors(worker, borrower.as_fd(), self.file());
         let keeper = Arc::clone(&self.workers.keeper);
         Record {
-            number: keeper.keep(&kept, &fds, with_worker),
+            number: kept.keep(&keeper, &fds, with_worker),
             keeper,
             lease: kept,
         }
@@ -314,40 +321,40 @@ impl WorkerDevice {
         let Kind::Model(kind) = &self.device else {
             return Err(StartError::NoMedium);
         };
-        let (config::Model::Nvme(config), Some(image)) = (&kind.model, &kind.image) else {
-            return Err(StartError::NoMedium);
+        let model = match &kind.model {
+            config::Model::Nvme(config) => remote::Model::Nvme(nvme::Config {
+                // The path is this host's.
+                image: self.id.as_str().into(),
+                ..config.clone()
+            }),
+            config::Model::DmaTest(_) => remote::Model::DmaTest(remote::NoMedium::DmaTest),
         };
-        // The path is this host's.
-        let config = nvme::Config {
-            image: self.id.as_str().into(),
-            ..config.clone()
-        };
+        let image = kind.image.as_ref();
         let reply = Reply::Medium(Box::new(MediumLease {
             generation: lease.generation,
             chain,
-            model: serde_json::to_string(&config).map_err(StartError::Config)?,
-            size: image.size,
-            punches_holes: image.punches_holes,
+            model: serde_json::to_string(&model).map_err(StartError::Config)?,
+            size: image.map_or(0, |image| image.size),
+            punches_holes: image.is_some_and(|image| image.punches_holes),
         }));
         let sent = lease.connection.send(&reply, &[], START_TIMEOUT);
         sent.map_err(StartError::Reply)
     }
 
     fn served_medium(&self, secrets: Option<Secrets>) -> Result<Served, StartError> {
-        match &self.device {
-            Kind::Model(kind) => match (&kind.model, &kind.image) {
-                (config::Model::Nvme(config), Some(image)) => {
-                    Ok(Served::Medium(Box::new(ServedMedium {
-                        engine: config.engine,
-                        size: image.size,
-                        read_only: config.read_only,
-                        secrets,
-                    })))
-                }
-                _ => Err(StartError::NoMedium),
-            },
-            Kind::Function(_) | Kind::Server(_) => Err(StartError::NoMedium),
-        }
+        let Kind::Model(kind) = &self.device else {
+            return Err(StartError::NoMedium);
+        };
+        let (engine, read_only) = match &kind.model {
+            config::Model::Nvme(config) => (config.engine, config.read_only),
+            config::Model::DmaTest(_) => (nvme::EngineChoice::Threads, true),
+        };
+        Ok(Served::Medium(Box::new(ServedMedium {
+            engine,
+            size: kind.image.as_ref().map_or(0, |image| image.size),
+            read_only,
+            secrets,
+        })))
     }
 
     /// What a worker serves, and the connection to its server, if it is the device of one.
@@ -477,6 +484,13 @@ impl Available for WorkerDevice {
         }
     }
 
+    fn rom(&self) -> Arc<[u8]> {
+        match &self.device {
+            Kind::Model(_) | Kind::Server(_) => Arc::default(),
+            Kind::Function(function) => function.rom(),
+        }
+    }
+
     fn described(&self) -> &Described {
         match &self.device {
             Kind::Model(model) => &model.described,
@@ -492,10 +506,9 @@ impl Available for WorkerDevice {
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
         match &self.device {
-            Kind::Model(model) => match (transport, &model.image) {
+            Kind::Model(model) => match transport {
                 // No adapter is on the way.
-                (Transport::Network, Some(_)) => Ok(()),
-                (Transport::Network, None) => Err(no_medium()),
+                Transport::Network => Ok(()),
                 _ => check_model(&model.adapter, transport, ram),
             },
             Kind::Function(function) => function.check(vm, transport, ram),

@@ -18,6 +18,7 @@ use farside_fabric::{
     LutRange, PeerAddress,
     soft::{Adapter, AdapterTables},
 };
+use farside_hand_over::FARSIDE;
 use farside_lender_protocol::{Channel, Generation, Identity, Secret};
 use farside_pci::Bdf;
 use farside_vfio::{Api, HandleParts, SecondHandle};
@@ -33,7 +34,7 @@ use super::{
 };
 use crate::{
     config,
-    keeper::{Found, Keeper},
+    keeper::{Found, Keeper, LEASES},
     vfio::Probed,
 };
 
@@ -46,7 +47,8 @@ pub(crate) const ANOTHER_KIND: &str = "it is another device now";
 /// Orders of a broker are numbered above those of the former one, which were fewer.
 const ORDERS: u64 = 1 << 32;
 
-/// What the next broker needs to know. See [`crate::keeper::VERSION`] before changing it.
+/// What the next broker needs to know. See [`LEASES`] before changing it: a new field has a default that means that it is
+/// absent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct KeptLease {
     pub(crate) device: DeviceId,
@@ -65,6 +67,37 @@ pub(crate) struct KeptLease {
     pub(crate) windows: Vec<OpenWindow>,
     /// The last reply to a call that changed something, and its number.
     pub(crate) replied: Option<Numbered<CallReply>>,
+    /// The version of the worker's messages, which is its own for as long as it runs: send it nothing of a later one.
+    #[serde(default = "first")]
+    pub(crate) worker: u32,
+    /// The version of the state of an NVMe model that the worker writes.
+    #[serde(default)]
+    pub(crate) state: Option<u32>,
+}
+
+/// Version 1 has no version.
+fn first() -> u32 {
+    1
+}
+
+/// A lease as it is recorded since version 2. In version 1 it is recorded alone. All versions have the keys beside it.
+#[derive(Serialize, Deserialize)]
+struct Recorded<T> {
+    /// Of [`LEASES`].
+    version: u32,
+    /// The farside that has written it.
+    farside: String,
+    device: DeviceId,
+    vm: VmName,
+    worker: u32,
+    state: Option<u32>,
+    lease: T,
+}
+
+/// Whether a broker is needed for the end of a lease's DMA, in whose record this is.
+pub(crate) fn needs_broker(lease: &[u8]) -> bool {
+    let lease = serde_json::from_slice::<KeptLease>(lease);
+    lease.is_ok_and(|lease| matches!(lease.served, KeptDevice::Function(_, Some(_))))
 }
 
 /// What a worker serves.
@@ -124,7 +157,7 @@ impl Adopted {
     }
 
     fn from_found(found: Found) -> Option<Self> {
-        let lease: KeptLease = serde_json::from_slice(&found.lease).ok()?;
+        let lease = KeptLease::read(&found.lease)?;
         let mut fds = found.fds.into_iter();
         let (pidfd, orders) = (fds.next()?, fds.next()?);
         let (calls, log, connection) = (fds.next()?, fds.next()?, fds.next());
@@ -184,7 +217,10 @@ impl Adopted {
                 },
                 Some(image),
             ) => {
-                if serde_json::to_string(now).ok().as_ref() != Some(config) {
+                // A later version may write keys that an earlier one has left out.
+                let then = serde_json::from_str::<nvme::Config>(config);
+                let then = then.and_then(|then| serde_json::to_string(&then));
+                if serde_json::to_string(now).ok() != then.ok() {
                     return Err("its configuration has changed".into());
                 }
                 if !is_at(image, &now.image) {
@@ -282,6 +318,49 @@ impl Adopted {
 }
 
 impl KeptLease {
+    /// The version of the state that workers of this farside write for what is served.
+    pub(crate) fn state(served: &KeptDevice) -> Option<u32> {
+        match served {
+            KeptDevice::Model(Model::Nvme { .. }) => Some(nvme::STATE_FORMAT.version()),
+            KeptDevice::Model(Model::DmaTest) | KeptDevice::Function(..) => None,
+        }
+    }
+
+    /// For the keeper.
+    fn recorded(&self) -> impl Serialize {
+        Recorded {
+            version: LEASES.version(),
+            farside: FARSIDE.to_owned(),
+            device: self.device.clone(),
+            vm: self.vm.clone(),
+            worker: self.worker,
+            state: self.state,
+            lease: self,
+        }
+    }
+
+    /// What [`recorded`](Self::recorded) of this version or the one before has written.
+    fn read(record: &[u8]) -> Option<Self> {
+        if let Ok(Recorded { lease, .. }) = serde_json::from_slice::<Recorded<Self>>(record) {
+            return Some(lease);
+        }
+        let mut lease: Self = serde_json::from_slice(record).ok()?;
+        if Self::state(&lease.served).is_some() {
+            lease.state = Some(1);
+        }
+        Some(lease)
+    }
+
+    /// Has the keeper keep it: see [`Keeper::keep`].
+    pub(crate) fn keep(
+        &self,
+        keeper: &Keeper,
+        fds: &[BorrowedFd<'_>],
+        with_worker: usize,
+    ) -> Option<u64> {
+        keeper.keep(&self.recorded(), fds, with_worker)
+    }
+
     /// As its next broker has it.
     pub(crate) fn resumed(mut self) -> Self {
         self.first_order = self.first_order.saturating_add(ORDERS);
@@ -300,7 +379,7 @@ pub(crate) struct Record {
 impl Record {
     pub(crate) fn update(&self) {
         if let Some(number) = self.number {
-            self.keeper.update(number, &self.lease);
+            self.keeper.update(number, &self.lease.recorded());
         }
     }
 
@@ -318,7 +397,7 @@ impl Record {
         if let (Some(number), Some(connection)) = (self.number, connection) {
             let (mut fds, _) = descriptors(worker, connection, None);
             fds.extend(handle.iter().map(AsFd::as_fd));
-            self.keeper.replace(number, &self.lease, &fds);
+            self.keeper.replace(number, &self.lease.recorded(), &fds);
         }
     }
 
@@ -387,3 +466,6 @@ impl Adopted {
         )
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -61,7 +61,7 @@ impl MediumLease {
         let whose = format!("VM {vm}, generation {generation}");
         calls.tell(Call::Line(
             Line::Borrowed,
-            format!("device {id}: its medium is lent over the network ({whose})"),
+            format!("device {id}: lent over the network ({whose})"),
         ));
         let end = self.run(orders, calls)?;
         let (why, release) = match end {

@@ -65,17 +65,17 @@ pub(crate) enum Served {
     Model { model: Model, limits: NtbLimits },
     /// A function of this host, which the worker opens.
     Function(FunctionConfig),
+    /// The medium of a model, over the network. The image comes as a descriptor, unless it has 0 bytes.
+    Medium(Box<ServedMedium>),
     /// The device of a vfio-user server. The connection to it comes as a descriptor.
     Server(Box<ServerConfig>),
-    /// The medium of a model, over the network. The image comes as a descriptor.
-    Medium(Box<ServedMedium>),
 }
 
 /// The medium of a model whose controller is at the borrower.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct ServedMedium {
     pub(crate) engine: EngineChoice,
-    /// Bytes of the image.
+    /// Bytes of the image; 0 for a model without a medium.
     pub(crate) size: u64,
     pub(crate) read_only: bool,
     /// The connection's TLS session.

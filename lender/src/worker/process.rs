@@ -10,7 +10,7 @@ use std::{
 use farside_daemon::{
     DeviceId, VmName, Wakeup,
     confine::{ConfineError, locking},
-    raise_open_files,
+    limit_open_files,
 };
 use farside_devices::{
     Device, dma_test,
@@ -50,6 +50,10 @@ use crate::{
 /// for long.
 const MAX_UNANSWERED: u64 = 32;
 
+/// Most open files of a worker: eventfds of 2049 vectors and their successors, which are set before the former ones are
+/// closed, and a file for each mapping of the memory of a borrower ([`Budget`]).
+const MAX_OPEN_FILES: u64 = 32 << 10;
+
 /// Timeout for calls that may be served later.
 const SHORT: Duration = Duration::from_millis(200);
 
@@ -88,8 +92,8 @@ pub enum WorkerError {
 /// # Errors
 /// A [`WorkerError`]; the broker ends the lease then.
 pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
-    raise_open_files();
-    let mut orders = Channel::from_socket(broker);
+    limit_open_files(MAX_OPEN_FILES);
+    let mut orders = Channel::from_socket(broker).appendable();
     let (order, fds) = orders
         .receive::<Numbered<Order>>(START_TIMEOUT)
         .map_err(WorkerError::NoLease)?;
@@ -107,15 +111,19 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     } = *start;
     let mut fds = fds.into_iter();
     let mut next = || fds.next().ok_or(WorkerError::InvalidLease);
-    let calls = Arc::new(Calls::new(Channel::from_socket(next()?)));
+    let calls = Arc::new(Calls::new(Channel::from_socket(next()?).appendable()));
     let connection = next()?;
     let id = entry.id.clone();
     if let Served::Medium(served) = device {
         give_up_rights(CapabilitySet::empty())?;
         let link = Link::new(connection, served.secrets.as_ref());
         let link = link.map_err(|error| WorkerError::Device(error.into()))?;
+        let image = match served.size {
+            0 => no_image()?,
+            _ => next()?,
+        };
         let medium = LentMedium::new(
-            next()?.into(),
+            image.into(),
             served.engine,
             (served.size, served.read_only),
             (id.as_str(), link),
@@ -246,6 +254,12 @@ fn not_lent(
     calls.released(Release::Over(Revocation::Released));
     // The borrow fails whether or not the peer receives this.
     let _ = connection.send(&Reply::Refused(error), &[], CALL_TIMEOUT);
+}
+
+/// An empty file, in place of the medium of a model that has none.
+fn no_image() -> io::Result<OwnedFd> {
+    let flags = rustix::fs::MemfdFlags::CLOEXEC;
+    Ok(rustix::fs::memfd_create("no-medium", flags)?)
 }
 
 /// Takes a user of its own, and gives up privileges but `keep`, files and the network.

@@ -88,13 +88,15 @@ fn nothing_before_hello(mut peer: Peer) {
 #[test]
 fn another_version_is_refused_by_both_numbers() {
     let lender = Running::new();
-    for peer in lender.peers() {
-        refuses_another_version(peer);
+    // An older release, the next, and a later one.
+    for other in [VERSION - 1, VERSION + 1, VERSION + 6] {
+        for peer in lender.peers() {
+            refuses_another_version(peer, other);
+        }
     }
 }
 
-fn refuses_another_version(mut peer: Peer) {
-    let other = VERSION + 6;
+fn refuses_another_version(mut peer: Peer, other: u32) {
     let error = peer.hello(other, Some("a")).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Version);
     let said = error.message;

@@ -6,7 +6,7 @@ use farside_devices::dma_test::{self, reg};
 use farside_fabric::{Iova, NtbLimits, PeerAddress};
 use farside_lender_protocol::{ErrorKind, MAX_FDS, Request, Transport, registers::Access};
 
-use crate::peer::{DEADLINE, DEVICE, Running, memory, read, until, write};
+use crate::peer::{DEADLINE, DEVICE, Running, ask, memory, read, until, write};
 
 const MIB: u64 = 1 << 20;
 const FAR: u64 = 64 << 30;
@@ -273,4 +273,34 @@ fn a_borrower_that_does_not_read_is_given_up() {
     });
     lender.wait_until_free(DEVICE);
     assert_eq!(lender.holder("dma1").as_deref(), Some("b"));
+}
+
+/// A software model has no configuration space at the lender; a function's is tested where it is.
+#[test]
+fn configuration_accesses_that_are_not_the_borrowers_are_refused() {
+    let lender = Running::new();
+    let (_peer, mut registers) = lender.borrow(DEVICE, "a");
+    for (offset, len) in [
+        (0, 4),
+        (4, 2),
+        (0x10, 4),
+        (0xfffe, 4),
+        (0xffff, 1),
+        (0x1000, 1),
+        (1, 2),
+        (0, 0),
+        (0, 3),
+        (0, 8),
+        (0, 255),
+    ] {
+        let value = ask(&mut registers, Access::ConfigRead { offset, len });
+        assert_eq!(value, u64::from(u32::MAX), "{offset:#x}, {len}");
+        let value = u32::MAX;
+        let write = Access::ConfigWrite { offset, len, value };
+        assert_eq!(ask(&mut registers, write), 0, "{offset:#x}, {len}");
+    }
+    // The lease goes on.
+    write(&mut registers, 0, reg::SCRATCH, 4, 5);
+    // The bytes behind a short read are all ones.
+    assert_eq!(read(&mut registers, 0, reg::SCRATCH, 4) as u32, 5);
 }

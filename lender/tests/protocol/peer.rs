@@ -390,7 +390,7 @@ pub fn interrupt_status(registers: &mut Channel) -> u64 {
     ask(registers, Access::InterruptStatus)
 }
 
-fn ask(registers: &mut Channel, access: Access) -> u64 {
+pub fn ask(registers: &mut Channel, access: Access) -> u64 {
     registers.send(&access, &[], DEADLINE).unwrap();
     match registers.receive::<Event>(DEADLINE).unwrap().0 {
         Event::Data { value } => value,

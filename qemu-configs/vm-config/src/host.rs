@@ -99,6 +99,22 @@ mod tests {
         })
     }
 
+    /// The files of the documentation, as printed.
+    #[test]
+    fn the_files_on_the_page_are_valid() {
+        let page = include_str!("../../../docs/network.md");
+        let blocks = page.split("```toml\n").skip(1);
+        let files: Vec<HostConfig> = blocks
+            .map(|block| host(block.split("```").next().unwrap_or_default()).unwrap())
+            .collect();
+        let [listed, etcd] = &files[..] else {
+            panic!("{files:?}");
+        };
+        assert_eq!(listed.lenders().len(), 3);
+        let found = etcd.discovery().unwrap().etcd.unwrap();
+        assert_eq!(found.endpoints.len(), 3);
+    }
+
     #[test]
     fn a_host_knows_lenders_and_its_endpoint() {
         let config = host(

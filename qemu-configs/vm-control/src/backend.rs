@@ -233,7 +233,7 @@ impl Backend {
         let mut watch = Watch::new(&directory)?;
         let process = log.spawn(
             Command::new(places::farside())
-                .args(["serve", "--vm", vm.as_str()])
+                .args(["serve", "--keeper", "--vm", vm.as_str()])
                 .args(args),
         )?;
         let failed = |why| Error::Failed {
@@ -241,11 +241,12 @@ impl Backend {
             vm: vm.to_owned(),
             why,
         };
+        // Its keeper.
         let ours = process.pid();
         let waited = watch.wait(&process, deadline, || {
-            Self::connect(vm)
-                .ok()
-                .filter(|backend| backend.pid() == ours)
+            let backend = Self::connect(vm).ok()?;
+            let parent = backend.process.parent().ok()?;
+            (parent == ours).then_some(backend)
         })?;
         match waited {
             Waited::Answered(backend) => Ok(backend),
@@ -255,8 +256,14 @@ impl Backend {
                 Err(failed(log.last_words()))
             }
             Waited::Late => {
-                // Our child, which no other client uses yet.
-                let _ = process.signal(Signal::KILL);
+                // Our child, which no other client uses yet. The second ends it in any case.
+                for _ in 0..2 {
+                    let _ = process.signal(Signal::TERM);
+                }
+                if !process.wait(Instant::now() + RETURN).unwrap_or(false) {
+                    let _ = process.signal(Signal::KILL);
+                    let _ = farside_keeper::end(&paths::keeper_socket(vm));
+                }
                 Err(failed(format!(
                     "it did not answer within {limit:?}: {}",
                     log.last_words()
@@ -325,7 +332,7 @@ impl Backend {
         self.process.signal(Signal::TERM).map_err(not_ended())?;
         let ended = self.process.wait(Instant::now() + RETURN);
         match ended.map_err(not_ended())? {
-            true => Ok(()),
+            true => self.wait_keeper(),
             false if force => self.kill(),
             false => Err(late(
                 &self.vm,
@@ -334,6 +341,19 @@ impl Backend {
                  status`; --force kills it",
             )),
         }
+    }
+
+    /// Waits for the end of the keeper, which has the backend's descriptors, too.
+    fn wait_keeper(&self) -> Result<(), Error> {
+        let (deadline, socket) = (Instant::now() + RETURN, paths::keeper_socket(&self.vm));
+        while farside_keeper::is_there(&socket) {
+            if Instant::now() >= deadline {
+                let advice = "end it by SIGKILL";
+                return Err(late(&self.vm, &self.process, advice));
+            }
+            std::thread::sleep(DISCONNECT_STEP);
+        }
+        Ok(())
     }
 
     fn kill(self) -> Result<(), Error> {
@@ -355,6 +375,11 @@ fn kill(vm: &VmName, process: &Process, connection: Option<&UnixStream>) -> Resu
         "killing the backend of VM {vm} (process {}), which does not answer or end",
         process.pid()
     );
+    // Its keeper would start it again.
+    match farside_keeper::end(&paths::keeper_socket(vm)) {
+        Ok(_) => {}
+        Err(error) => log::warn!("VM {vm}: {}", Chain(&error)),
+    }
     let killed = match connection {
         Some(stream) => process.kill_listener(stream),
         None => process.signal(Signal::KILL),

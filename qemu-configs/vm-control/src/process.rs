@@ -123,6 +123,14 @@ impl Process {
         self.pid == Pid::INIT
     }
 
+    /// The process id of its parent.
+    pub(crate) fn parent(&self) -> io::Result<u32> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid()))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("PPid:"));
+        let pid = line.and_then(|pid| pid.trim().parse().ok());
+        pid.ok_or_else(|| io::ErrorKind::InvalidData.into())
+    }
+
     /// Sends a signal. Returns `None` if the process has exited.
     pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
         match pidfd_send_signal(&self.pidfd, signal) {

@@ -1,15 +1,16 @@
 //! A mostly valid configuration-space image, and guest accesses to the configuration space
 //! built from it.
 //!
-//! Input: a byte that selects a 256-byte image or a longer one, a byte with the number of
+//! Input: a byte that selects a 256-byte image or a longer one (bit 0), of a software model or a physical function (bit 1), a byte with the number of
 //! image bytes to change, each change as two bytes of offset and a value; then accesses,
 //! see [`run`].
 //!
 //! Invariants: no panic; capability-list walks terminate; the identity registers do not
 //! change; a write has exactly the reported effect; a refused bus-master bit reads as
-//! clear; a reset restores the initial contents.
+//! clear; a reset restores the initial contents; what goes to a function is aligned, in the access, and none of the header.
 
 use farside_config_space::{ConfigSpace, Edge};
+use farside_pci::Piece;
 
 use crate::image::Image;
 use crate::input::Input;
@@ -18,16 +19,19 @@ use crate::input::Input;
 pub fn run(input: &[u8]) {
     let mut input = Input(input);
     let mut image = Image::nvme();
-    if input.u8() & 1 != 0 {
+    let selector = input.u8();
+    if selector & 1 != 0 {
         image.0.config.truncate(256);
     }
     for _ in 0..input.u8() {
         let at = usize::from(input.u16()) % image.0.config.len();
         image.put(at, &[input.u8()]);
     }
-    let Ok(mut space) = ConfigSpace::new(&image.0) else {
-        return;
+    let space = match selector & 2 {
+        0 => ConfigSpace::new(&image.0),
+        _ => ConfigSpace::of_function(&image.0),
     };
+    let Ok(mut space) = space else { return };
     let fresh = bytes(&space);
     walk(&fresh);
 
@@ -42,7 +46,7 @@ pub fn run(input: &[u8]) {
         };
         let length = usize::from(input.u8());
         match op & 3 {
-            0 => space.read(offset, &mut vec![0; length]),
+            0 => read(&space, offset, length),
             1 => write(&mut space, offset, input.bytes(length), false),
             2 => write(&mut space, offset, input.bytes(length), true),
             _ => {
@@ -57,10 +61,30 @@ pub fn run(input: &[u8]) {
     }
 }
 
+fn read(space: &ConfigSpace, offset: u64, length: usize) {
+    let mut data = vec![0; length];
+    space.read(offset, &mut data);
+    for piece in space.reads(offset, length) {
+        check(piece, offset, length);
+        space.merge(piece, u32::MAX, offset, &mut data);
+    }
+}
+
+/// A part of an access, for the device.
+fn check(piece: Piece, offset: u64, length: usize) {
+    assert_eq!(Piece::new(piece.offset, piece.len), Some(piece));
+    let range = piece.range();
+    assert!(range.start >= 0x40, "of the header");
+    assert!(range.start as u64 >= offset && range.end as u64 <= offset + length as u64);
+}
+
 fn write(space: &mut ConfigSpace, offset: u64, data: &[u8], refuse: bool) {
     let before = space.clone();
     let mut staged = space.stage(offset, data);
     assert_eq!(bytes(space), bytes(&before), "staging does nothing");
+    for (piece, _) in staged.forwarded() {
+        check(*piece, offset, data.len());
+    }
     let promised = staged.effects().clone();
     let dma = staged.dma();
     if refuse && dma == Edge::Rising {

@@ -15,6 +15,7 @@ pub fn run(input: &[u8]) {
     let described = Described {
         description: Image::nvme().0,
         bars: BarOwner::Borrower,
+        rom: 0,
         state: 0,
     };
     let mut bytes = postcard::to_stdvec(&described).expect("it can be encoded");

@@ -97,6 +97,25 @@ mod nvme_tests {
     pub(crate) mod crash;
     pub(crate) mod entries;
     pub(crate) mod world;
+
+    /// Media that fail and controllers that are killed, which the targets do not have.
+    pub(crate) mod failing {
+        impl super::world::Driver {
+            pub(crate) fn restart(&mut self) {
+                unreachable!("no target kills a controller");
+            }
+        }
+
+        pub(crate) enum Faults {}
+
+        pub(crate) enum Watch {}
+
+        impl Watch {
+            pub(crate) fn translate(&self, _iova: u64) {
+                match *self {}
+            }
+        }
+    }
 }
 use farside_devices::{Bus, Device, Dma, Interrupts, nvme};
 

@@ -200,6 +200,20 @@ impl Service<'_> {
         );
         Ok(())
     }
+
+    /// Kills it by SIGKILL, and waits for its end.
+    pub(super) fn kill(self) -> Result<()> {
+        let kill = format!("kill -KILL $(cat /run/{}.pid)", self.name);
+        self.host.exec_ok(&kill, SHORT)?;
+        let ended = self.running.wait_for(SHORT)?;
+        ensure!(
+            ended.signal.is_some(),
+            "{} had ended before: {ended}{}",
+            self.name,
+            self.host.story()
+        );
+        Ok(())
+    }
 }
 
 impl Deref for Host {

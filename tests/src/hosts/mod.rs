@@ -10,10 +10,12 @@
 //!   between them;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
+//! - [`cloud_hypervisor`]: one host, and another VMM than QEMU;
 //! - [`iommufd`]: one host whose kernel has VFIO's newer interface.
 //!
 //! Each returns facts, most of them from the kernel's own output, and does not judge them.
 
+mod cloud_hypervisor;
 mod facts;
 mod host;
 mod iommufd;
@@ -26,6 +28,7 @@ mod sharing;
 mod stage;
 mod vfs;
 
+pub use cloud_hypervisor::{CloudHypervisorFacts, cloud_hypervisor};
 pub use facts::{Facts, NetworkFacts, NtbMoves, SharingFacts, VfFacts};
 pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::{Programs, stripped};

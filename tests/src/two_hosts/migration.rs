@@ -9,6 +9,7 @@ use std::{
 };
 
 use anyhow::{Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::{LOOK_AGAIN, MIGRATION, Stage, VM};
 
@@ -90,8 +91,19 @@ impl Migration {
 
 /// SIGKILL.
 pub fn kill(pid: i32) {
-    if let Some(pid) = rustix::process::Pid::from_raw(pid) {
+    send(pid, Signal::KILL);
+}
+
+/// Kills processes of which each would start the others again.
+pub fn kill_at_once(pids: &[i32]) {
+    for signal in [Signal::STOP, Signal::KILL] {
+        pids.iter().for_each(|pid| send(*pid, signal));
+    }
+}
+
+fn send(pid: i32, signal: Signal) {
+    if let Some(pid) = Pid::from_raw(pid) {
         // Fails only if it has already ended.
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        let _ = kill_process(pid, signal);
     }
 }

@@ -31,7 +31,7 @@ use netns::ip;
 
 pub use chain::Chain;
 pub use ledger::{Leases, Ledger};
-pub use migration::{Migration, kill};
+pub use migration::{Migration, kill, kill_at_once};
 pub use netns::unable;
 pub use play::play;
 
@@ -287,6 +287,11 @@ impl Stage {
             }
         }
         Ok(found)
+    }
+
+    /// The processes of a host that keep a backend or are one: of each VM the backend, its keeper and the spare.
+    pub fn backends(&self, host: &str) -> Result<Vec<i32>> {
+        self.processes(host, &["serve --keeper --vm"])
     }
 
     fn all_processes(&self, host: &str) -> Result<BTreeMap<i32, String>> {

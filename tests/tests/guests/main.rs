@@ -29,8 +29,17 @@ use libtest_mimic::{Arguments, Completion, Failed};
 /// A test passes, fails, or returns the reason why it cannot run here.
 type Test = fn(&Cluster) -> anyhow::Result<Completion>;
 
-/// The reason why a heavy trial runs only on request.
-const HEAVY: &str = "takes about eight minutes and 5 GiB; run with --include-ignored";
+/// Heavy trials, and why they run only on request.
+const HEAVY: [(&str, &str); 2] = [
+    (
+        "crowd::twenty_guests_started_at_once_have_their_disks",
+        "takes about eight minutes and 5 GiB; run with --include-ignored",
+    ),
+    (
+        "outlive::half_an_hour_of_kills_costs_a_guest_no_io_error",
+        "takes half an hour; run with --include-ignored",
+    ),
+];
 
 /// Test functions; trials have their names.
 macro_rules! tests {
@@ -90,6 +99,7 @@ fn main() {
         outlive::workers_that_are_killed_cost_a_guest_no_io_error,
         outlive::lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error,
         outlive::backends_that_are_killed_cost_a_guest_no_io_error,
+        outlive::half_an_hour_of_kills_costs_a_guest_no_io_error,
         refusals::private_guest_ram_is_refused_with_the_option_to_add,
         refusals::a_guest_too_large_for_the_window_is_told_what_fits,
         refusals::memory_that_may_not_be_locked_is_refused,
@@ -97,15 +107,18 @@ fn main() {
         viommu::one_that_hides_its_mappings_is_named,
     ]
     .map(|(name, test)| {
-        let heavy = name.starts_with("crowd::");
-        let weight = if heavy { Weight::Hosts } else { Weight::Guests };
+        let heavy = HEAVY.iter().find(|(it, _)| *it == name);
+        let weight = match name.starts_with("crowd::") {
+            true => Weight::Hosts,
+            false => Weight::Guests,
+        };
         // libtest-mimic prints no reason for an ignored trial, so the flag is set only
         // where the trial runs.
-        trial(name, weight, move || match heavy && !with_heavy {
-            true => Ok(Completion::ignored_with(HEAVY)),
-            false => run(test),
+        trial(name, weight, move || match heavy {
+            Some((_, why)) if !with_heavy => Ok(Completion::ignored_with(*why)),
+            _ => run(test),
         })
-        .with_ignored_flag(heavy && with_heavy)
+        .with_ignored_flag(heavy.is_some() && with_heavy)
     });
     libtest_mimic::run(&args, trials.into()).exit();
 }

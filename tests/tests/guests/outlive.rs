@@ -42,6 +42,62 @@ pub fn workers_that_are_killed_cost_a_guest_no_io_error(
     finish(cluster, guest, &before)
 }
 
+/// For half an hour, or `FARSIDE_SECONDS`: the worker dies every 20 s, and the backend every 30 s.
+pub fn half_an_hour_of_kills_costs_a_guest_no_io_error(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let seconds = match std::env::var("FARSIDE_SECONDS") {
+        Ok(text) => text.parse().context("a number in FARSIDE_SECONDS")?,
+        Err(_) => 1800,
+    };
+    let (lender, _image) = cluster.lend_disk(64 * MIB)?;
+    let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
+    let keeper = serve.start()?;
+    let guest = cluster.guest("a").whole().boot()?;
+    guest.wait_disk()?;
+    let before = errors(&guest)?;
+    let load = LOAD.replace("--runtime=20", &format!("--runtime={seconds}"));
+    let began = Instant::now();
+    let load = guest.exec_start(&load, Duration::from_secs(seconds) + BOOT)?;
+    let mut pauses = Vec::new();
+    for second in (10..seconds.saturating_sub(5)).step_by(10) {
+        let due = Duration::from_secs(second);
+        std::thread::sleep(due.saturating_sub(began.elapsed()));
+        for (what, is_due) in [("serve", second % 30 == 0), ("disk0", second % 20 == 10)] {
+            if !is_due {
+                continue;
+            }
+            let restarts = || -> anyhow::Result<(u64, u64)> {
+                let status = cluster.status()?;
+                let backends = status.0.backend("a").and_then(|it| it.restarts);
+                let connection = status.borrow("a", "disk0")?.connection;
+                let connected = connection.filter(|it| it.state == ConnectionState::Connected);
+                let workers = connected.context("no process")?.restarts;
+                Ok((backends.context("no keeper")?, workers))
+            };
+            let parent = if what == "serve" {
+                keeper.pid()
+            } else {
+                lender.pid()
+            };
+            let then = restarts()?;
+            let killed = Instant::now();
+            kill_process(child(parent, what)?, Signal::KILL)?;
+            while restarts().map_or(true, |now| now == then) {
+                ensure!(killed.elapsed() < SHORT, "{}", keeper.log());
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            pauses.push(killed.elapsed());
+        }
+    }
+    let output = load.wait()?;
+    ensure!(output.success(), "{output}");
+    pauses.sort();
+    let (kills, last) = (pauses.len(), pauses.last());
+    println!("{kills} kills in {seconds} s; another process after {last:?} at most");
+    finish(cluster, guest, &before)
+}
+
 pub fn lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
@@ -127,6 +183,10 @@ fn child(parent: u32, argument: &str) -> anyhow::Result<Pid> {
     let children = threads.map(|thread| std::fs::read_to_string(thread.path().join("children")));
     let pids: String = children.map(Result::unwrap_or_default).collect();
     let has_it = |pid: &&str| {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm"));
+        if name.is_ok_and(|name| name.starts_with("farside-spare")) {
+            return false;
+        }
         let arguments = std::fs::read_to_string(format!("/proc/{pid}/cmdline"));
         arguments.is_ok_and(|arguments| arguments.split('\0').any(|word| word == argument))
     };

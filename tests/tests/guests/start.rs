@@ -1,6 +1,11 @@
 //! `farside start` and `farside stop`.
 
-use std::{os::unix::fs::PermissionsExt, path::Path, process::Command};
+use std::{
+    os::unix::fs::PermissionsExt,
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, ensure};
 use farside_testbed::{Accel, AgentPort, Guest, TCG_CPU};
@@ -96,8 +101,13 @@ pub fn what_was_killed_is_started_again(cluster: &Cluster) -> anyhow::Result<Com
     let guest = boot(&agent)?;
     ensure!(read(&guest)?.contains(&sum), "the data is gone");
 
-    // The backend is killed: QEMU continues without the device, until it is stopped.
+    // The backend is killed: its keeper starts it again, and the guest goes on.
     kill(backend_pid(cluster)?)?;
+    wait_for_restart(cluster)?;
+    ensure!(read(&guest)?.contains(&sum), "the data is gone");
+
+    // So is its keeper: QEMU continues without the device, until it is stopped.
+    farside_keeper::end(&cluster.directory().join("keepers/web1"))?;
     cluster.wait_free("disk0")?;
     let message = refused(cluster, &["start", "web1"])?;
     ensure!(message.contains("VM web1 runs already"), "{message}");
@@ -147,6 +157,18 @@ fn backend_pid(cluster: &Cluster) -> anyhow::Result<i32> {
     let status = cluster.status()?;
     let backend = status.0.backends.first().context("no backend")?;
     Ok(backend.pid.try_into()?)
+}
+
+/// Waits until the VM's backend was started again, once.
+fn wait_for_restart(cluster: &Cluster) -> anyhow::Result<()> {
+    let deadline = Instant::now() + SHORT;
+    // Until it has its sockets, there is no status of it.
+    let restarts = || cluster.status().ok()?.0.backends.first()?.restarts;
+    while restarts() != Some(1) {
+        ensure!(Instant::now() < deadline, "no other backend");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
 }
 
 pub fn a_start_that_fails_leaves_nothing_behind(cluster: &Cluster) -> anyhow::Result<Completion> {

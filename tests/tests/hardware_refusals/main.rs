@@ -5,11 +5,13 @@
 //! `RUST_LOG=info` shows each message.
 
 mod borrow;
+mod forwarded;
 mod functions;
 mod host;
 mod killed;
 mod line;
 mod ntb;
+mod rom;
 mod scripted;
 mod stage;
 mod unfit;
@@ -47,7 +49,7 @@ fn main() {
         unfit::a_host_without_an_iommu_says_how_to_turn_one_on,
         unfit::an_iommu_that_the_kernel_leaves_off_is_told_from_none,
     ];
-    let shared: [(&str, Shared); 18] = tests![
+    let shared: [(&str, Shared); 22] = tests![
         functions::what_cannot_be_lent_stays_with_its_driver,
         functions::a_group_that_the_host_uses_names_its_members,
         functions::what_is_in_use_is_taken_by_force_alone,
@@ -59,6 +61,10 @@ fn main() {
         borrow::a_vmm_that_keeps_a_device_open_keeps_it_from_others,
         borrow::what_cannot_be_reset_is_lent_to_one_vm,
         line::interrupt_status_is_that_of_the_function,
+        forwarded::device_control_is_the_functions_in_the_borrowers_bits,
+        forwarded::link_status_and_device_specific_registers_are_the_functions,
+        rom::a_guest_sees_the_rom_of_its_function_or_the_configured_one,
+        rom::a_file_that_is_no_rom_is_refused,
         ntb::what_no_ntb_can_do_is_told_before_the_vm_starts,
         ntb::ports_that_do_not_fit_together_are_told_so,
         killed::a_killed_lender_does_not_stop_its_function,

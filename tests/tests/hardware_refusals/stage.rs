@@ -48,7 +48,10 @@ impl Stage {
             )?,
         ];
         let builder = testbed()?.host_vm("host");
-        let mut builder = drive(&cluster, builder, "free", "addr=4")?;
+        let rom = cluster.directory().join("drive.rom");
+        std::fs::write(&rom, rom_image())?;
+        let at = format!("addr=4,romfile={}", rom.display());
+        let mut builder = drive(&cluster, builder, "free", &at)?;
         builder = drive(&cluster, builder, "mounted", "addr=5")?.args([
             "-device",
             "pcie-root-port,id=root-port,chassis=1,addr=6",
@@ -97,6 +100,22 @@ impl Stage {
     pub fn end(self) -> Result<()> {
         self.host.shutdown()
     }
+}
+
+/// An expansion ROM of 2 KiB, whose code returns at once.
+pub fn rom_image() -> Vec<u8> {
+    let mut rom = vec![0; 2048];
+    rom[..4].copy_from_slice(&[0x55, 0xaa, 4, 0xcb]);
+    // The data structure: its place, signature, length, image of four times 512 bytes, and no further one.
+    rom[0x18] = 0x1c;
+    rom[0x1c..0x20].copy_from_slice(b"PCIR");
+    rom[0x1c + 0x0a] = 0x18;
+    rom[0x1c + 0x10] = 4;
+    rom[0x1c + 0x15] = 0x80;
+    rom[2040..].copy_from_slice(b"of drive");
+    let sum = rom.iter().fold(0u8, |sum, byte| sum.wrapping_add(*byte));
+    rom[0x100] = sum.wrapping_neg();
+    rom
 }
 
 /// An NVMe device of 64 MiB.

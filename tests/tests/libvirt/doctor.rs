@@ -77,8 +77,7 @@ pub fn what_it_says_to_type_makes_a_domain_start(stage: &Stage) -> Result<()> {
     ensure!(ill.is_empty(), "of a VM that runs: {ill:#?}");
 
     // A killed backend leaves its sockets.
-    let backend = stage.pid_of(&["--vm", "web1", "serve"])?;
-    stage.sh(&format!("kill -KILL {backend}"))?;
+    stage.kill_backend("web1")?;
     stage.virsh(&["destroy", "web1"])?;
     let stale = doctor(stage)?;
     stage.sh(&fix(&stale, "sockets", "disk0.sock")?)?;

@@ -68,8 +68,7 @@ pub fn a_domain_is_destroyed_during_io_and_its_backend_killed_under_it(
 
     let guest = domain.boot()?;
     let written = write_and_read(&guest, "/dev/nvme0n1")?;
-    let backend = stage.pid_of(&["serve", "--vm", "web1"])?;
-    stage.sh(&format!("kill -9 {backend}"))?;
+    stage.kill_backend("web1")?;
     // The lender has detected its end, and the domain continues without the device.
     stage.cluster.wait_free("disk0")?;
     let failed = guest.exec(

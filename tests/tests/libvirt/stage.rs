@@ -248,6 +248,23 @@ impl<'a> Stage<'a> {
         }
     }
 
+    /// Kills a VM's backend, its keeper and the spare. Stopped first: one that lives would start the others again.
+    pub fn kill_backend(&self, vm: &str) -> Result<()> {
+        let mut found = self.processes()?;
+        found.retain(|(_, command)| {
+            let have: Vec<_> = command.split('\0').collect();
+            have.contains(&"--keeper") && have.windows(2).any(|two| two == ["--vm", vm])
+        });
+        let pids: Vec<_> = found.iter().map(|(pid, _)| pid.to_string()).collect();
+        ensure!(
+            pids.len() == 3,
+            "a backend, its keeper and the spare: {found:?}"
+        );
+        let pids = pids.join(" ");
+        self.sh(&format!("kill -STOP {pids} && kill -KILL {pids}"))
+            .map(drop)
+    }
+
     /// The process id, in the host's PID namespace, of the only process with exactly those
     /// arguments.
     pub fn pid_of_command(&self, words: &[&str]) -> Result<u32> {

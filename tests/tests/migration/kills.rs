@@ -8,7 +8,7 @@ use farside_testbed::Vm;
 use farside_tests::{Daemon, SHORT, from_env};
 use libtest_mimic::Completion;
 
-use crate::stage::{Chain, HOSTS, Ledger, Migration, Stage, VM, kill};
+use crate::stage::{Chain, HOSTS, Ledger, Migration, Stage, VM, kill, kill_at_once};
 
 /// Number of kills, unless `FARSIDE_KILLS` is set.
 const KILLS: usize = 4;
@@ -124,12 +124,12 @@ pub fn a_migration_survives_the_death_of_anything(stage: &Stage) -> Result<Compl
             "{what}: {holder:?}"
         );
         let leases = ledger.audit(&lender).with_context(|| what.clone())?;
-        let backends = stage.processes(at, &["serve --vm"])?;
+        let backends = stage.backends(at)?;
         // It connects for the backend.
         let helpers = stage.processes(at, &["serve-helper"])?;
         let holder = leases.holder.map(u32::cast_signed);
         ensure!(
-            backends.len() == helpers.len() && helpers == Vec::from_iter(holder),
+            backends.len() == 3 * helpers.len() && helpers == Vec::from_iter(holder),
             "{what}: {backends:?}, {helpers:?}, {leases:?}"
         );
         eprintln!("  it is on {at} now ({:.1?})", begin.elapsed());
@@ -177,7 +177,11 @@ fn strike(
     match victim {
         Victim::Coordinator => kill(migration.pid()),
         Victim::Agent => any(&["migration agent"])?.into_iter().for_each(kill),
-        Victim::Backend => any(&["serve --vm"])?.into_iter().for_each(kill),
+        Victim::Backend => {
+            let mut all = stage.backends(from)?;
+            all.extend(stage.backends(to)?);
+            kill_at_once(&all);
+        }
         Victim::Qemu => HOSTS.iter().try_for_each(|host| -> Result<()> {
             stage.qemus(host)?.into_iter().for_each(kill);
             Ok(())

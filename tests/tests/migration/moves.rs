@@ -88,12 +88,12 @@ pub fn a_vm_moves_back_and_forth_with_its_drive(stage: &Stage) -> Result<Complet
     ensure!(leases.handovers == count, "{leases:?}");
     ensure!(leases.count == count + 1, "{leases:?}");
     let at = if count % 2 == 0 { "a" } else { "b" };
-    let backends = stage.processes(at, &["serve --vm"])?;
+    let backends = stage.backends(at)?;
     // It connects for the backend.
     let helpers = stage.processes(at, &["serve-helper"])?;
     let holder = leases.holder.context("nobody has the disk")?;
     ensure!(
-        backends.len() == 1 && helpers == [holder.cast_signed()],
+        backends.len() == 3 && helpers == [holder.cast_signed()],
         "{backends:?}, {helpers:?}, {leases:?}"
     );
     eprintln!("{count} migrations: {times}");

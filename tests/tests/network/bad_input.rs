@@ -1,6 +1,6 @@
 //! Networks, lenders and borrowers that are not as they should be.
 
-use std::fs;
+use std::{fs, time::Duration};
 
 use anyhow::{Result, ensure};
 use farside_tests::SHORT;
@@ -77,7 +77,7 @@ pub fn a_borrower_that_stops_reading_slows_nobody_else(stage: &mut Stage) -> Res
     stage.lend_also("disk0.img", &["--nvme", "disk1=/mnt/disk1.img"])?;
     let stopped = stage.serve("web1", 60)?;
     stage.boot("web1")?.step("io 1M")?;
-    stage.vmm()?.begin("io 40M 8M")?;
+    stage.vmm()?.begin("io 24M 8M")?;
     stage.daemon(stopped).stop()?;
     let mut other = stage.other_vm("web2", "disk1")?;
     let io = other.step("io 16M")?;
@@ -89,6 +89,30 @@ pub fn a_borrower_that_stops_reading_slows_nobody_else(stage: &mut Stage) -> Res
     );
     // It does not end by itself while it is stopped.
     stage.daemon(stopped).kill()
+}
+
+/// What a VM writes fills the socket to it, and waits. Its own lease goes on with another worker.
+pub fn a_lender_that_stops_reading_slows_nobody_else(stage: &mut Stage) -> Result<()> {
+    let file = fs::File::create(stage.far.path("disk1.img"))?;
+    file.set_len(IMAGE)?;
+    let lender = stage.lend_also("disk0.img", &["--nvme", "disk1=/mnt/disk1.img"])?;
+    stage.serve("web1", 60)?;
+    stage.boot("web1")?.step("io 1M")?;
+    let lender = stage.daemon(lender).pid().to_string();
+    let worker = ["-P", &lender, "-f", "disk0 web1"];
+    let worker = stage.far.run("pgrep", &worker)?;
+    stage.far.run("kill", &["-STOP", worker.trim()])?;
+    stage.vmm()?.begin("io 24M 8M")?;
+    let mut other = stage.other_vm("web2", "disk1")?;
+    let io = other.step("io 16M")?;
+    check_medium(stage, "disk1.img", &io);
+    ensure!(
+        stage.vmm()?.answer(Duration::ZERO)?.is_none(),
+        "I/O without a lender"
+    );
+    let io = stage.vmm()?.succeeded()?;
+    check_medium(stage, "disk0.img", &io);
+    Ok(())
 }
 
 pub fn the_lenders_of_a_file_are_known(stage: &mut Stage) -> Result<()> {

@@ -13,6 +13,9 @@ use crate::stage::{IMAGE, Stage};
 /// Longer than a silent connection counts as one.
 const SILENCE: Duration = Duration::from_secs(13);
 
+/// A boot id.
+pub const ANOTHER_SYSTEM: &str = "0c1d2e3f405162738495a6b7c8d9eaf0";
+
 /// Compares the image with what the VMM has written.
 #[track_caller]
 pub fn check_medium(stage: &Stage, image: &str, io: &Value) {
@@ -26,17 +29,29 @@ pub fn check_medium(stage: &Stage, image: &str, io: &Value) {
 }
 
 fn connection(stage: &Stage, vm: &str) -> Result<ConnectionState> {
+    connection_of(stage, vm, "disk0")
+}
+
+fn connection_of(stage: &Stage, vm: &str, device: &str) -> Result<ConnectionState> {
     let status = stage.near_status()?.0;
     let device = status
         .backend(vm)
-        .and_then(|backend| backend.device("disk0"));
+        .and_then(|backend| backend.device(device));
     let connection = device.and_then(|device| device.connection.clone());
     Ok(connection.context("no connection in the status")?.state)
 }
 
 fn wait_connection(stage: &Stage, vm: &str, state: ConnectionState) -> Result<()> {
+    wait_connection_of(stage, (vm, "disk0"), state)
+}
+
+pub fn wait_connection_of(
+    stage: &Stage,
+    (vm, device): (&str, &str),
+    state: ConnectionState,
+) -> Result<()> {
     stage.wait(&format!("connection {state:?}"), |stage| {
-        Ok((connection(stage, vm)? == state).then_some(()))
+        Ok((connection_of(stage, vm, device)? == state).then_some(()))
     })
 }
 
@@ -226,4 +241,14 @@ pub fn a_vm_does_not_go_on_after_another_has_written(stage: &mut Stage) -> Resul
     stage.join()?;
     check_medium(stage, "disk0.img", &written);
     is_given_up(stage, backend, "disk0.img", "its lease has ended since")
+}
+
+/// A host that crashes loses what its cache had of a medium, which nobody else knows.
+pub fn a_vm_does_not_go_on_after_its_lenders_host_has_restarted(stage: &mut Stage) -> Result<()> {
+    let (lender, backend) = cut_off(stage)?;
+    stage.daemon(lender).kill()?;
+    stage.far.boot = Some(ANOTHER_SYSTEM);
+    stage.lend("disk0.img")?;
+    stage.join()?;
+    is_given_up(stage, backend, "disk0.img", "host has restarted")
 }

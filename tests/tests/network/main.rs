@@ -8,7 +8,9 @@ mod cluster;
 mod cuts;
 mod etcd;
 mod mdns;
+mod page;
 mod stage;
+mod tester;
 
 use std::cell::RefCell;
 
@@ -36,6 +38,7 @@ fn main() {
         bad_input::a_lender_that_cannot_be_used_is_an_error_in_words,
         bad_input::the_lenders_of_a_file_are_known,
         bad_input::a_borrower_that_stops_reading_slows_nobody_else,
+        bad_input::a_lender_that_stops_reading_slows_nobody_else,
         cuts::a_drive_crosses_with_one_round_trip_for_each_command,
         cuts::a_drive_crosses_with_tls,
         cuts::io_goes_on_after_a_silent_cut,
@@ -44,7 +47,12 @@ fn main() {
         cuts::a_vm_does_not_go_on_with_another_image_of_the_same_size,
         cuts::a_revoked_vm_does_not_go_on_when_the_network_is_back,
         cuts::a_vm_does_not_go_on_after_another_has_written,
+        cuts::a_vm_does_not_go_on_after_its_lenders_host_has_restarted,
         mdns::lenders_on_a_lan_are_found_where_that_is_turned_on,
+        page::the_page_prints_what_the_commands_print,
+        tester::a_device_without_a_medium_crosses,
+        tester::a_device_without_a_medium_waits_for_its_lender,
+        tester::a_device_without_a_medium_is_revoked,
     ]
     .map(|(name, test)| {
         trial(name, Weight::Guests, move || {

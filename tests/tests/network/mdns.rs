@@ -31,6 +31,9 @@ pub fn lenders_on_a_lan_are_found_where_that_is_turned_on(stage: &mut Stage) -> 
         said.contains("rack1-b") && said.contains("network"),
         "{said}"
     );
+    // So does the status find it.
+    let said = stage.near.farside(&["status"])?;
+    ensure!(said.contains("rack1-b") && said.contains("disk0"), "{said}");
     // A VM that names no lender borrows there.
     let args = ["serve", "--vm", "web1", "--device", "disk0"];
     let backend = stage.near.start("the backend", &args)?;

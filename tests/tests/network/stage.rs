@@ -27,6 +27,8 @@ const PORT: u16 = 7410;
 pub struct Host {
     name: &'static str,
     holder: Child,
+    /// Names another system than the one that runs: the host has restarted.
+    pub boot: Option<&'static str>,
 }
 
 impl Host {
@@ -46,7 +48,11 @@ impl Host {
         let mut line = String::new();
         BufReader::new(stdout).read_line(&mut line)?;
         ensure!(line == "ready\n", "host {name} has not started");
-        Ok(Self { name, holder })
+        Ok(Self {
+            name,
+            holder,
+            boot: None,
+        })
     }
 
     /// Its process, for `ip`.
@@ -90,6 +96,9 @@ impl Host {
             .env("FARSIDE_CONFIG_DIR", format!("{ROOT}/etc"))
             .env("FARSIDE_STATE_DIR", format!("{ROOT}/state"))
             .env("FARSIDE_LOG", "info");
+        if let Some(boot) = self.boot {
+            command.env("FARSIDE_BOOT_ID", boot);
+        }
         command
     }
 
@@ -256,6 +265,11 @@ impl Stage {
 
     /// Starts a backend of a VM that waits so many seconds.
     pub fn serve(&mut self, vm: &str, lost_after: u64) -> Result<usize> {
+        self.serve_device(vm, "disk0", lost_after)
+    }
+
+    /// As [`Stage::serve`], with another device.
+    pub fn serve_device(&mut self, vm: &str, device: &str, lost_after: u64) -> Result<usize> {
         let (address, lost_after) = (self.address(), lost_after.to_string());
         let args = [
             "serve",
@@ -264,7 +278,7 @@ impl Stage {
             "--lender",
             &address,
             "--device",
-            "disk0",
+            device,
             "--lost-after",
             &lost_after,
         ];
@@ -295,8 +309,13 @@ impl Stage {
 
     /// Starts the scripted VMM of a VM.
     pub fn boot(&mut self, vm: &str) -> Result<&mut Vmm> {
+        self.boot_device(vm, "disk0")
+    }
+
+    /// As [`Stage::boot`], with another device.
+    pub fn boot_device(&mut self, vm: &str, device: &str) -> Result<&mut Vmm> {
         self.vmm = None;
-        let socket = format!("{ROOT}/run/vm/{vm}/disk0.sock");
+        let socket = format!("{ROOT}/run/vm/{vm}/{device}.sock");
         let mut command = self.near.command(scripted_vmm_program()?);
         command.args([
             "--socket",

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_backend_api::ConnectionState;
+use farside_backend_api::{BackendReport, ConnectionState};
 use farside_scripted_vmm::{
     device::Device,
     machine::Machine,
@@ -15,10 +15,26 @@ use farside_scripted_vmm::{
     ram::{Layout, Ram},
     vectors::Vectors,
 };
-use farside_tests::{Cluster, MIB};
-use rustix::process::{Signal, kill_process};
+use farside_tests::{Cluster, Daemon, MIB};
+use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Random, TIMEOUT, kills, lend, print, under_load};
+use super::{Random, Story, TIMEOUT, disturbed, kills, lend, print, under_load, workers};
+
+/// Waits until the backend after `kills` of them has its device.
+fn wait_next(cluster: &Cluster, keeper: &Daemon, kills: u64) {
+    // It may not have its sockets yet.
+    let deadline = Instant::now() + TIMEOUT;
+    let goes_on = || {
+        let status = cluster.status().ok()?;
+        let restarts = status.0.backend("a")?.restarts?;
+        let connection = status.borrow("a", "disk0").ok()?.connection?;
+        Some(restarts >= kills && connection.state == ConnectionState::Connected)
+    };
+    while goes_on() != Some(true) {
+        assert!(Instant::now() < deadline, "{}", keeper.log());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
 
 fn kill_backends(doorbells: Doorbells, count: u64) {
     let cluster = Cluster::new().unwrap();
@@ -35,18 +51,7 @@ fn kill_backends(doorbells: Doorbells, count: u64) {
             };
             kills.push(Instant::now());
             kill_process(backend, Signal::KILL).unwrap();
-            // The next backend may not have its sockets yet.
-            let deadline = Instant::now() + TIMEOUT;
-            let goes_on = || {
-                let status = cluster.status().ok()?;
-                let restarts = status.0.backend("a")?.restarts?;
-                let connection = status.borrow("a", "disk0").ok()?.connection?;
-                Some(restarts >= round && connection.state == ConnectionState::Connected)
-            };
-            while goes_on() != Some(true) {
-                assert!(Instant::now() < deadline, "{}", keeper.log());
-                std::thread::sleep(Duration::from_millis(2));
-            }
+            wait_next(&cluster, &keeper, round);
         }
         kills
     });
@@ -61,6 +66,290 @@ fn a_backend_that_is_killed_under_load_costs_a_pause() {
 #[test]
 fn a_backend_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause() {
     kill_backends(Doorbells::Buffer, kills() as u64);
+}
+
+/// What tells a message that is processed again from another one is a number that comes again.
+#[test]
+fn no_register_write_is_lost_however_many_reads_are_between_two() {
+    /// Admin queue attributes (NVM Express 1.4, 3.1.8), whose bits are plain while the controller is disabled.
+    const AQA: u64 = 0x24;
+    let cluster = Cluster::new().unwrap();
+    let _story = Story(&cluster);
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let _lender = lend(&cluster, &image);
+    let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
+    let _keeper = serve.start().unwrap();
+    let socket = cluster.directory().join("vm/a/disk0.sock");
+    let mut device = Device::connect(&socket, TIMEOUT).unwrap();
+    device.reset().unwrap();
+    pci::place_bars(&mut device).unwrap();
+    pci::set_command(&mut device, pci::MEMORY).unwrap();
+    for reads in (100..140).chain(240..270) {
+        device.store(0, AQA, reads).unwrap();
+        for read in 0..reads {
+            let found = device.load(0, AQA).unwrap();
+            assert_eq!(found, reads, "read {read} after the write");
+        }
+    }
+}
+
+/// Backend and worker, in either order and with a pause between them or without one.
+fn kill_both(doorbells: Doorbells, count: u64) {
+    let cluster = Cluster::new().unwrap();
+    let _story = Story(&cluster);
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let lender = lend(&cluster, &image);
+    let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
+    let keeper = serve.start().unwrap();
+    let pauses = under_load(&cluster, doorbells, |mut random, progress| {
+        let mut kills = Vec::new();
+        for round in 1..=count {
+            progress.wait(&mut random, Duration::from_millis(50));
+            let [backend] = keeper.children()[..] else {
+                panic!("the keeper has one child");
+            };
+            let [worker] = workers(&lender)[..] else {
+                panic!("one worker does the I/O");
+            };
+            let mut both = [backend, worker];
+            if random.below(2) == 0 {
+                both.reverse();
+            }
+            kills.push(Instant::now());
+            kill_process(both[0], Signal::KILL).unwrap();
+            if random.below(2) == 0 {
+                std::thread::sleep(Duration::from_micros(random.below(30_000)));
+            }
+            // A worker whose backend is gone ends.
+            let _ = kill_process(both[1], Signal::KILL);
+            wait_next(&cluster, &keeper, round);
+        }
+        kills
+    });
+    print(&format!("backend and worker, {doorbells:?}"), pauses);
+}
+
+#[test]
+fn a_backend_and_its_worker_that_are_killed_at_once_cost_a_pause() {
+    kill_both(Doorbells::Registers, kills() as u64);
+}
+
+#[test]
+fn a_backend_and_its_worker_that_are_killed_at_once_with_a_doorbell_buffer_cost_a_pause() {
+    kill_both(Doorbells::Buffer, kills() as u64);
+}
+
+/// The processes that keep a cluster's only backend.
+struct Keepers {
+    keeper: Pid,
+    spare: Pid,
+}
+
+impl Keepers {
+    /// Those that are not `backend`, when there are both.
+    fn find(cluster: &Cluster, backend: u32) -> Self {
+        let deadline = Instant::now() + TIMEOUT;
+        loop {
+            let mut all = processes(cluster);
+            all.retain(|(pid, _)| pid.as_raw_nonzero().get().cast_unsigned() != backend);
+            if let [one, two] = all[..]
+                && one.1 != two.1
+            {
+                let (keeper, spare) = if one.1 {
+                    (two.0, one.0)
+                } else {
+                    (one.0, two.0)
+                };
+                return Self { keeper, spare };
+            }
+            assert!(Instant::now() < deadline, "{all:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// The processes of a backend with a keeper, and whether each is a spare keeper.
+fn processes(cluster: &Cluster) -> Vec<(Pid, bool)> {
+    let directory = cluster.directory().as_os_str().as_encoded_bytes();
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc").unwrap().flatten() {
+        let read = |name| fs::read(entry.path().join(name)).unwrap_or_default();
+        let pid = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok());
+        // Those that have ended have neither.
+        let is_ours = read("cmdline")
+            .split(|byte| *byte == 0)
+            .any(|word| word == b"--keeper")
+            && read("environ")
+                .windows(directory.len())
+                .any(|part| part == directory);
+        if let Some(pid) = pid.and_then(Pid::from_raw).filter(|_| is_ours) {
+            found.push((pid, read("comm").starts_with(b"farside-spare")));
+        }
+    }
+    found
+}
+
+fn backend_report(cluster: &Cluster) -> BackendReport {
+    let deadline = Instant::now() + TIMEOUT;
+    loop {
+        // While a backend starts, there is no status.
+        let status = cluster.status().ok();
+        if let Some(report) = status.and_then(|it| it.0.backend("a").cloned()) {
+            return report;
+        }
+        assert!(Instant::now() < deadline, "{}", cluster.story());
+    }
+}
+
+#[test]
+fn keepers_that_are_killed_cost_no_pause() {
+    let cluster = Cluster::new().unwrap();
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let _lender = lend(&cluster, &image);
+    let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
+    let first = serve.start().unwrap();
+    let before = backend_report(&cluster);
+    let (vm, [kills, nothing]) =
+        disturbed(&cluster, Doorbells::Registers, |mut random, progress| {
+            let mut times = [(); 2].map(|()| Vec::new());
+            let mut replaced = 0;
+            for _ in 0..kills() {
+                progress.wait(&mut random, Duration::from_millis(20));
+                times[1].push(Instant::now());
+                progress.wait(&mut random, Duration::from_millis(20));
+                let keepers = Keepers::find(&cluster, before.pid);
+                times[0].push(Instant::now());
+                match random.below(3) {
+                    0 => kill_process(keepers.spare, Signal::KILL).unwrap(),
+                    _ => {
+                        replaced += 1;
+                        kill_process(keepers.keeper, Signal::KILL).unwrap();
+                    }
+                }
+                let deadline = Instant::now() + TIMEOUT;
+                while backend_report(&cluster).keeper_restarts != Some(replaced) {
+                    assert!(Instant::now() < deadline, "{}", first.log());
+                }
+            }
+            times
+        });
+    print("keepers", vm.pauses(&kills));
+    print("keepers, no kill", vm.pauses(&nothing));
+    let report = backend_report(&cluster);
+    assert_eq!((report.pid, report.restarts), (before.pid, Some(0)));
+    assert_eq!(report.problem, None);
+    // The last one has the backend, too.
+    let keepers = Keepers::find(&cluster, report.pid);
+    kill_process(backend(&report), Signal::KILL).unwrap();
+    let deadline = Instant::now() + TIMEOUT;
+    while backend_report(&cluster).restarts != Some(1) {
+        assert!(Instant::now() < deadline, "{}", first.log());
+    }
+    // Without either it goes on alone.
+    kill_process(keepers.spare, Signal::STOP).unwrap();
+    for pid in [keepers.keeper, keepers.spare] {
+        kill_process(pid, Signal::KILL).unwrap();
+    }
+    while backend_report(&cluster).problem.is_none() {
+        assert!(Instant::now() < deadline, "{}", first.log());
+    }
+    drop(vm);
+    kill_process(backend(&backend_report(&cluster)), Signal::KILL).unwrap();
+}
+
+fn backend(report: &BackendReport) -> Pid {
+    Pid::from_raw(report.pid.cast_signed()).unwrap()
+}
+
+#[test]
+fn a_backend_goes_on_in_the_next_service_at_the_cost_of_a_pause() {
+    let cluster = Cluster::new().unwrap();
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let _lender = lend(&cluster, &image);
+    let serve = || cluster.serve("a", &["disk0"]).args(&["--keeper"]);
+    let mut service = serve().start().unwrap();
+    let (vm, [ends, nexts, nothing]) =
+        disturbed(&cluster, Doorbells::Registers, |mut random, progress| {
+            let mut times = [(); 3].map(|()| Vec::new());
+            for round in 1..=kills() as u64 / 2 {
+                let began = Instant::now();
+                progress.wait(&mut random, Duration::from_millis(20));
+                let ended = Instant::now();
+                times[2].push((began, ended));
+                service.signal(Signal::USR1).unwrap();
+                assert!(service.wait_end(TIMEOUT).unwrap().success());
+                // I/O goes on while there is none.
+                progress.wait(&mut random, Duration::from_millis(20));
+                let next = Instant::now();
+                times[0].push((ended, next));
+                let started = serve().start().unwrap();
+                std::mem::replace(&mut service, started).leave_to_the_next();
+                wait_for_restart(&cluster, round);
+                times[1].push((next, Instant::now()));
+            }
+            times
+        });
+    print("service, SIGUSR1", vm.longest(&ends));
+    print("next service", vm.longest(&nexts));
+    print("no end, longest batch", vm.longest(&nothing));
+    // While it lives, there is no other one.
+    let ended = cluster.run(&["serve", "--keeper", "--vm", "a", "--device", "disk0"]);
+    let ended = ended.unwrap();
+    assert!(
+        !ended.status.success() && ended.stderr.contains("runs already"),
+        "{ended:?}"
+    );
+}
+
+#[test]
+fn everything_of_a_host_that_is_restarted_at_once_costs_a_pause() {
+    let cluster = Cluster::new().unwrap();
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let mut lender = lend(&cluster, &image);
+    let serve = || cluster.serve("a", &["disk0"]).args(&["--keeper"]);
+    let mut service = serve().start().unwrap();
+    let (vm, [restarts, nothing]) =
+        disturbed(&cluster, Doorbells::Buffer, |mut random, progress| {
+            let mut times = [(); 2].map(|()| Vec::new());
+            for round in 1..=kills() as u64 / 2 {
+                let before = Instant::now();
+                progress.wait(&mut random, Duration::from_millis(50));
+                let began = Instant::now();
+                times[1].push((before, began));
+                lender.signal(Signal::USR1).unwrap();
+                service.signal(Signal::USR1).unwrap();
+                assert!(service.wait_end(TIMEOUT).unwrap().success());
+                assert!(lender.wait_end(TIMEOUT).unwrap().success());
+                std::thread::scope(|scope| {
+                    let started = scope.spawn(|| lend(&cluster, &image));
+                    let next = serve().start().unwrap();
+                    std::mem::replace(&mut service, next).leave_to_the_next();
+                    lender = started.join().unwrap();
+                });
+                wait_for_restart(&cluster, round);
+                times[0].push((began, Instant::now()));
+            }
+            times
+        });
+    print("everything at once", vm.longest(&restarts));
+    print("no end, longest batch", vm.longest(&nothing));
+}
+
+/// Waits until the backend has been started so often, and has its device.
+fn wait_for_restart(cluster: &Cluster, restarts: u64) {
+    let deadline = Instant::now() + TIMEOUT;
+    loop {
+        let report = backend_report(cluster);
+        let connection = report.devices.first().and_then(|it| it.connection.as_ref());
+        let connected = connection.is_some_and(|it| it.state == ConnectionState::Connected);
+        if report.restarts == Some(restarts) && connected {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{}", cluster.story());
+    }
 }
 
 /// Descriptors of a process.

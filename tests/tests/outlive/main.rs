@@ -6,15 +6,19 @@
 //! each process is killed, 50 if it is not set.
 
 mod backend;
+mod many;
 
 use std::{
     fs,
+    io::{BufRead, BufReader},
     path::Path,
+    process::{Command, Stdio},
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
     time::{Duration, Instant},
 };
 
-use farside_devices::dma_test::{Command, control, reg, status};
+use farside_devices::dma_test::{self, control, reg, status};
+use farside_lender_protocol::Client;
 use farside_scripted_vmm::{
     device::Device,
     machine::Machine,
@@ -91,7 +95,12 @@ fn buffer(n: u64) -> u64 {
 
 impl Vm {
     fn new(cluster: &Cluster, doorbells: Doorbells) -> Self {
-        let socket = cluster.directory().join("vm/a/disk0.sock");
+        Self::at(cluster.directory(), doorbells)
+    }
+
+    /// The VM at the socket in this runtime directory.
+    fn at(directory: &Path, doorbells: Doorbells) -> Self {
+        let socket = directory.join("vm/a/disk0.sock");
         let mut device = Device::connect(&socket, TIMEOUT).unwrap();
         let ram = Ram::new(Layout::new(64 * MIB, None, false).unwrap()).unwrap();
         for block in ram.layout().blocks() {
@@ -182,6 +191,15 @@ impl Vm {
         for first in (0..PAGES).step_by(32) {
             self.read((first..first + 32).collect());
         }
+    }
+
+    /// The longest batch in each of these spans of time.
+    fn longest(&self, spans: &[(Instant, Instant)]) -> Vec<Duration> {
+        let of = |(from, to): &(Instant, Instant)| {
+            let within = self.batches.iter().filter(|it| it.1 > *from && it.0 < *to);
+            within.map(|(began, end)| *end - *began).max()
+        };
+        spans.iter().filter_map(of).collect()
     }
 
     /// How long the commands in flight at each kill took from then on.
@@ -387,6 +405,64 @@ fn a_lender_that_is_restarted_in_order_under_load_costs_a_pause() {
     print("lender, SIGTERM", pauses);
 }
 
+/// Has a process of [`a_killed_vmm_frees_its_device_in_under_100_ms`] be a VM at the socket in this directory.
+const VMM: &str = "FARSIDE_TEST_VMM";
+
+/// Not a test, but the VM of the next one.
+#[test]
+fn a_vmm_in_a_process_of_its_own() {
+    let Some(directory) = std::env::var_os(VMM) else {
+        return;
+    };
+    let mut vm = Vm::at(Path::new(&directory), Doorbells::Registers);
+    let mut random = Random::new();
+    // What the VM before has written.
+    let pages: Vec<_> = (0..PAGES).map(|page| command(ZERO, page, 0)).collect();
+    for entries in pages.chunks(BATCH as usize) {
+        vm.run(entries);
+    }
+    loop {
+        vm.round(&mut random);
+        println!("\nround");
+    }
+}
+
+#[test]
+fn a_killed_vmm_frees_its_device_in_under_100_ms() {
+    let cluster = Cluster::new().unwrap();
+    let _story = Story(&cluster);
+    let image = cluster.image("disk0", 16 * MIB).unwrap();
+    let _lender = lend(&cluster, &image);
+    let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
+    let socket = cluster.directory().join("lender.sock");
+    let mut client = Client::connect(&socket.into(), None).unwrap();
+    let disk = "disk0".parse().unwrap();
+    let mut random = Random::new();
+    let mut times = Vec::new();
+    for _ in 0..20 {
+        let mut vmm = Command::new(std::env::current_exe().unwrap());
+        vmm.args(["a_vmm_in_a_process_of_its_own", "--exact", "--nocapture"]);
+        vmm.env(VMM, cluster.directory()).stdout(Stdio::piped());
+        let mut vmm = vmm.spawn().unwrap();
+        let lines = BufReader::new(vmm.stdout.take().unwrap()).lines();
+        let mut rounds = lines.map_while(Result::ok).filter(|line| line == "round");
+        rounds.nth(1).expect("I/O");
+        std::thread::sleep(Duration::from_micros(random.below(20_000)));
+        let killed = Instant::now();
+        vmm.kill().unwrap();
+        while client.status(&disk).unwrap().entry.borrowed_by.is_some() {
+            assert!(killed.elapsed() < TIMEOUT);
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        times.push(killed.elapsed());
+        vmm.wait().unwrap();
+    }
+    times.sort();
+    print("VMM, until its device is free", times.clone());
+    let median = times[times.len() / 2];
+    assert!(median < Duration::from_millis(100), "{times:?}");
+}
+
 /// Ends the lender alone by a signal, `count` times: its worker does not notice.
 fn end_lender(doorbells: Doorbells, signal: Signal, count: usize) {
     let cluster = Cluster::new().unwrap();
@@ -464,7 +540,7 @@ fn a_dma_test_device_goes_on_while_its_lender_is_killed() {
             (reg::DST + 4, 0),
             (reg::LENGTH, BYTES as u32),
             (reg::PATTERN, pattern),
-            (reg::COMMAND, Command::Fill as u32),
+            (reg::COMMAND, dma_test::Command::Fill as u32),
         ] {
             device.store(0, at, value).unwrap();
         }

@@ -13,6 +13,7 @@ const BACKEND: &str = "farside@web1.service";
 const TEMPLATES: [&str; 2] = ["farside-qemu@.service", "farside-qemu@.socket"];
 const UNITS: &str = "/etc/systemd/system";
 const DESCRIPTION: &str = "/etc/farside/vm/web1.toml";
+const SAVED: &str = "/tmp/web1.saved.toml";
 const IMAGE: &str = "/var/lib/farside/disk0.img";
 /// The output of the guest.
 const CONSOLE: &str = "/var/lib/farside-qemu/web1/console";
@@ -27,6 +28,12 @@ const IN_GUEST: &str = "b=/usr/bin/busybox; $b mount -t proc proc /proc; \
     until [ -b /dev/nvme0n1 ] || [ $n = 600 ]; do $b sleep 0.1; n=$((n+1)); done; \
     $b head -n 1 /dev/nvme0n1; \
     echo by-the-guest | $b dd of=/dev/nvme0n1 bs=512 seek=1 conv=sync,fsync; $b poweroff -f";
+
+/// In place of its end: writes again and again, and prints the longest time between two, in hundredths of a
+/// second.
+const WRITES: &str = "last=; max=0; while :; do echo x | $b dd of=/dev/nvme0n1 bs=512 seek=4 conv=sync,fsync 2>/dev/null || echo error; \
+    read up idle < /proc/uptime; now=${up%.*}${up#*.}; n=$((now-${last:-$now})); last=$now; \
+    if [ $n -gt $max ]; then max=$n; echo longest $n; fi; done";
 
 /// A nested guest boots, with a real kernel and its NVMe driver.
 pub fn uses_the_drive(machine: &Machine) -> Result<()> {
@@ -102,7 +109,9 @@ const DIRECTORIES: &str = "/run/farside /run/farside/vm /run/farside/vm/web1 /ru
 /// else of farside; root's commands reach its monitor.
 pub fn has_its_own_user(machine: &Machine) -> Result<()> {
     install(machine)?;
-    machine.sh(&format!("sed -i 's/poweroff -f/sleep 1000/' {DESCRIPTION}"))?;
+    machine.sh(&format!(
+        "cp {DESCRIPTION} {SAVED} && sed -i 's@[$]b poweroff -f@{WRITES}@' {DESCRIPTION}"
+    ))?;
     let said = machine.sh("farside start web1 2>&1")?;
     let pid = machine.show(QEMU, "MainPID")?;
     ensure!(
@@ -128,6 +137,7 @@ pub fn has_its_own_user(machine: &Machine) -> Result<()> {
     ];
     ensure!(has.iter().all(|part| process.contains(part)), "{process}");
     exposure::is_small(&|script| machine.sh(script), QEMU)?;
+    outlives_a_restart_of_everything(machine, &pid)?;
     reaches_its_devices_alone(machine, &pid)?;
     // The commands of root, and what the backend does for them, reach the monitor.
     let said = machine.sh("set -e; exec 2>&1
@@ -159,6 +169,45 @@ pub fn has_its_own_user(machine: &Machine) -> Result<()> {
         );
     }
     machine.sh("test ! -e /run/farside/vm/web1/qmp && rm -r /var/lib/farside/vm/web1")?;
+    Ok(())
+}
+
+/// How often everything is restarted.
+const RESTARTS: usize = 3;
+
+/// `systemctl restart farside.target` costs the guest a pause, no I/O error.
+fn outlives_a_restart_of_everything(machine: &Machine, qemu: &str) -> Result<()> {
+    let longest = |machine: &Machine| -> Result<u32> {
+        let last = machine.sh(&format!("grep -a ^longest {CONSOLE} | tail -n 1"))?;
+        let number = last.split_whitespace().nth(1);
+        number
+            .and_then(|number| number.parse().ok())
+            .with_context(|| format!("{last:?}; {}", console(machine)))
+    };
+    // It prints one at its first write.
+    machine.sh(&format!(
+        "until grep -a -q ^longest {CONSOLE}; do kill -0 {qemu} || exit 1; sleep 0.2; done; sleep 3"
+    ))?;
+    let before = longest(machine)?;
+    for round in 1..=RESTARTS {
+        machine.sh(&format!(
+            "set -e
+             systemctl restart farside.target
+             n=0; until farside status --vm web1 | grep -q 'started again {round} times' \\
+                     && farside status --vm web1 | grep -q 'process: connected'; do
+                 n=$((n + 1)); [ $n -lt 300 ] || exit 1; sleep 0.1
+             done
+             sleep 2"
+        ))?;
+    }
+    let after = longest(machine)?;
+    println!(
+        "longest time between two writes of the guest: {before}0 ms, with {RESTARTS} restarts of everything {after}0 ms"
+    );
+    let errors = machine.sh(&format!("grep -a -c -i 'error' {CONSOLE} || true"))?;
+    ensure!(errors.trim() == "0", "{}", console(machine));
+    let now = machine.show(QEMU, "MainPID")?;
+    ensure!(now == qemu, "QEMU was process {qemu}, and is {now}");
     Ok(())
 }
 
@@ -218,7 +267,7 @@ fn reaches_its_devices_alone(machine: &Machine, pid: &str) -> Result<()> {
 /// Without the group, QEMU cannot connect to its devices, and the remedy is named.
 pub fn needs_the_group(machine: &Machine) -> Result<()> {
     let said = machine.sh(&format!(
-        "sed -i 's/^socket-group/# &/; s/sleep 1000/poweroff -f/' {DESCRIPTION}
+        "sed 's/^socket-group/# &/' {SAVED} > {DESCRIPTION}
          systemctl stop {BACKEND_SOCKET} {BACKEND} 2>&1
          systemctl daemon-reload
          systemctl start {QEMU}

@@ -127,7 +127,7 @@ fn generator(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
 fn units(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
     let units = "farside@web1.service farside@web1.socket farside@web2.service \
                  farside@web2.socket farside-lender.service farside-lender.socket \
-                 farside-vfio.service farside-qemu@web1.service farside-qemu@web1.socket";
+                 farside-vfio.service farside.target farside-qemu@web1.service farside-qemu@web1.socket";
     sh("cp /usr/share/doc/farside/examples/farside-qemu@.* /etc/systemd/system")?;
     let said = sh(&format!("systemd-analyze verify --man=yes {units} 2>&1"))?;
     ensure!(!said.contains("farside"), "systemd-analyze verify: {said}");

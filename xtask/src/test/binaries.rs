@@ -19,7 +19,7 @@ const TESTBED: &str = "farside-testbed";
 
 /// The binaries that take longest, in the order in which they are started: those of few long tests
 /// before those of many short ones, so that both lanes end together.
-const LONGEST: [&str; 11] = [
+const LONGEST: [&str; 12] = [
     "guests",
     "hosts",
     "package",
@@ -30,6 +30,7 @@ const LONGEST: [&str; 11] = [
     "host",
     "live_migration",
     "iommufd",
+    "cloud_hypervisor",
     "guest",
 ];
 
@@ -45,7 +46,7 @@ const WAITING: [&str; 6] = [
 
 /// Tests that boot no VM and may take longer than the limit for those: binary, test,
 /// reason.
-pub(super) const LONG: [(&str, &str, &str); 13] = [
+pub(super) const LONG: [(&str, &str, &str); 15] = [
     (
         "crashes",
         "what_was_cut_off_twice_ends_at_one_host",
@@ -100,6 +101,16 @@ pub(super) const LONG: [(&str, &str, &str); 13] = [
         "outlive",
         "a_dma_test_device_goes_on_while_its_lender_is_killed",
         "kills 20 lenders",
+    ),
+    (
+        "outlive",
+        "backend::a_backend_and_its_worker_that_are_killed_at_once_cost_a_pause",
+        "kills 50 backends with their workers",
+    ),
+    (
+        "outlive",
+        "backend::a_backend_and_its_worker_that_are_killed_at_once_with_a_doorbell_buffer_cost_a_pause",
+        "kills 50 backends with their workers",
     ),
     (
         "simulation",

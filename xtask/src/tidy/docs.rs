@@ -1,5 +1,5 @@
-//! Documents: links, the index of decisions, the tests named in SPECIFICATION.md, and the filters of
-//! system calls.
+//! Documents: links, the index of decisions, the tests named in SPECIFICATION.md and the threat model, and
+//! the filters of system calls.
 
 use std::collections::BTreeSet;
 
@@ -9,6 +9,14 @@ use super::{Problem, Tree};
 
 const SYSTEM_CALLS: &str = "docs/system-calls.md";
 const SPECIFICATION: &str = "SPECIFICATION.md";
+const THREAT_MODEL: &str = "docs/threat-model.md";
+/// The list of fuzz targets, which are named by themselves.
+const FUZZ_TARGETS: &str = "tests/fuzz/src/lib.rs";
+/// Sections of the threat model whose paragraphs and rows name tests.
+const TESTED: [&str; 2] = [
+    "Guarantees, and how they are enforced",
+    "The audit of f6291c4",
+];
 const DECISIONS: &str = "docs/decisions/";
 const INDEX: &str = "docs/decisions/README.md";
 
@@ -178,12 +186,75 @@ pub(super) fn decisions(tree: &Tree) -> Vec<Problem> {
     problems
 }
 
+/// The file or directory that a document has named last, to which the functions belong that it names then.
+#[derive(Default)]
+struct Named {
+    file: Option<String>,
+}
+
+impl Named {
+    /// What is wrong with the name in a code span.
+    fn look(&mut self, tree: &Tree, code: &str) -> Option<String> {
+        let is_path = code.contains('/') && !code.starts_with('/') && !code.contains([' ', '=']);
+        let is_function = code.contains('_')
+            && code
+                .chars()
+                .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
+        if is_path {
+            self.file = Some(code.to_owned());
+            return (!tree.exists(code)).then(|| format!("there is no {code}"));
+        }
+        let file = self.file.as_ref().filter(|_| is_function)?;
+        let function = format!("fn {code}(");
+        let below = format!("{}/", file.trim_end_matches('/'));
+        let mut files = tree.ending(".rs");
+        let exists = files.any(|(path, text)| {
+            (path == file || path.starts_with(&below)) && text.contains(&function)
+        });
+        let targets = tree.text(FUZZ_TARGETS).unwrap_or_default();
+        let is_target = targets.contains(&format!("(\"{code}\", "));
+        (!exists && !is_target).then(|| format!("{file} has no test {code}"))
+    }
+}
+
+/// Guarantees of the threat model, and findings of its audit, without a test, and tests there that do not exist.
+pub(super) fn threat_model(tree: &Tree) -> Vec<Problem> {
+    let text = tree.text(THREAT_MODEL).unwrap_or_default();
+    let mut problems = Vec::new();
+    let (mut named, mut heading) = (Named::default(), None::<String>);
+    let (mut is_tested, mut is_claim) = (false, false);
+    for (event, range) in Parser::new_ext(text, Options::ENABLE_TABLES).into_offset_iter() {
+        let line = line_of(text, range.start);
+        let at = |what: String| Problem::at(THREAT_MODEL, line, what);
+        match event {
+            Event::Start(Tag::Heading { .. }) => heading = Some(String::new()),
+            Event::Text(part) => heading.iter_mut().for_each(|it| it.push_str(&part)),
+            Event::End(TagEnd::Heading(_)) => {
+                is_tested = heading.take().is_some_and(|it| TESTED.contains(&&*it));
+            }
+            Event::Start(Tag::Paragraph | Tag::TableRow) => {
+                named = Named::default();
+                is_claim =
+                    text[range].starts_with("**") || matches!(event, Event::Start(Tag::TableRow));
+            }
+            Event::Code(code) if is_tested => problems.extend(named.look(tree, &code).map(at)),
+            Event::End(TagEnd::Paragraph | TagEnd::TableRow)
+                if is_tested && is_claim && named.file.is_none() =>
+            {
+                problems.push(at("names no test".into()));
+            }
+            _ => {}
+        }
+    }
+    problems
+}
+
 /// Tests named in SPECIFICATION.md that do not exist, and promises without a test. A cell
 /// names a file or directory, and then functions in it.
 pub(super) fn specification(tree: &Tree) -> Vec<Problem> {
     let text = tree.text(SPECIFICATION).unwrap_or_default();
     let mut problems = Vec::new();
-    let (mut file, mut is_body, mut last_cell) = (None::<String>, false, String::new());
+    let (mut named, mut is_body, mut last_cell) = (Named::default(), false, String::new());
     for (event, range) in Parser::new_ext(text, Options::ENABLE_TABLES).into_offset_iter() {
         let line = line_of(text, range.start);
         match event {
@@ -192,28 +263,15 @@ pub(super) fn specification(tree: &Tree) -> Vec<Problem> {
             Event::Start(Tag::Paragraph) if text[range].starts_with('|') => {
                 problems.push(Problem::at(SPECIFICATION, line, "a row outside its table"));
             }
-            Event::Start(Tag::TableCell) => (file, last_cell) = (None, String::new()),
+            Event::Start(Tag::TableCell) => (named, last_cell) = Default::default(),
             Event::Text(said) => last_cell.push_str(&said),
             Event::Code(code) if is_body => {
                 last_cell.push_str(&code);
-                let is_path = code.contains('/') && !code.contains(' ');
-                let is_function = !is_path && code.contains('_') && !code.contains(' ');
-                if is_path {
-                    if !tree.exists(&code) {
-                        let what = format!("there is no {code}");
-                        problems.push(Problem::at(SPECIFICATION, line, what));
-                    }
-                    file = Some(code.to_string());
-                } else if is_function && let Some(file) = &file {
-                    let function = format!("fn {code}(");
-                    if !tree.text(file).is_some_and(|text| text.contains(&function)) {
-                        let what = format!("{file} has no test {code}");
-                        problems.push(Problem::at(SPECIFICATION, line, what));
-                    }
-                }
+                let what = named.look(tree, &code);
+                problems.extend(what.map(|what| Problem::at(SPECIFICATION, line, what)));
             }
             Event::End(TagEnd::TableRow) => {
-                let enforced = file.is_some()
+                let enforced = named.file.is_some()
                     || last_cell.contains("test pending")
                     || last_cell.contains("cargo xtask");
                 if !enforced {
@@ -290,6 +348,30 @@ mod tests {
                 "SPECIFICATION.md:5: there is no a/u.rs",
                 "SPECIFICATION.md:6: neither a test nor \"test pending\"",
                 "SPECIFICATION.md:9: a row outside its table",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_guarantee_and_a_finding_have_a_test_that_exists() {
+        let page = "# Threats\n\nNo test.\n\n## Guarantees, and how they are enforced\n\n\
+                    **A.** By `/run/x` and `vm.a_b`. Tests: `a/t.rs`: `is_so`,\n`is_not`.\n\n**B.** Trust `it_is`.\n\n\
+                    **C.** In `a`: `a/`: `is_so`, the target `is_fuzzed`.\n\nMore.\n\n\
+                    ## The audit of f6291c4\n\n| n | refused | test |\n| --- | --- | --- |\n\
+                    | 1 | x | `a/t.rs`: `is_so` |\n| 2 | y | `a/u.rs` |\n| 3 | z | none |\n\n## Rest\n\nNo test.\n";
+        let targets = "[(\"is_fuzzed\", is_fuzzed::run)]";
+        let tree = tree(&[
+            (THREAT_MODEL, page),
+            ("a/t.rs", "fn is_so() {}\n"),
+            (FUZZ_TARGETS, targets),
+        ]);
+        assert_eq!(
+            told(threat_model(&tree)),
+            [
+                "docs/threat-model.md:8: a/t.rs has no test is_not",
+                "docs/threat-model.md:10: names no test",
+                "docs/threat-model.md:21: there is no a/u.rs",
+                "docs/threat-model.md:22: names no test",
             ]
         );
     }

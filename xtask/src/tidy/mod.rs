@@ -3,8 +3,8 @@
 //!
 //! - [`crates`]: the crate table of docs/architecture.md, import cycles, the size of the
 //!   top level, unused dependencies, features that are shipped but not tested;
-//! - [`docs`]: links, the index of decisions, the tests named in SPECIFICATION.md, the filters of
-//!   system calls;
+//! - [`docs`]: links, the index of decisions, the tests named in SPECIFICATION.md and the threat model, the
+//!   filters of system calls;
 //! - [`sources`]: length of files, `unsafe`, terms.
 
 mod crates;
@@ -50,6 +50,7 @@ pub(crate) fn run() -> Result<ExitCode> {
         ("system calls", docs::system_calls(&tree)),
         ("decisions", docs::decisions(&tree)),
         ("specification", docs::specification(&tree)),
+        ("threat model", docs::threat_model(&tree)),
         ("file length", sources::length(&tree)),
         ("unsafe", sources::unsafe_code(&tree, &packages)),
         ("words", sources::words(&tree)),

@@ -13,6 +13,10 @@ fn document() -> Value {
             "pid": 7,
             "problem": null,
             "restarts": 2,
+            "keeper_restarts": 1,
+            "farside": "1.0.0",
+            "records_version": 2,
+            "protocol_version": 15,
             "devices": [{
                 "device": "disk0",
                 "summary": "NVMe, 1 GiB",
@@ -45,7 +49,8 @@ fn document() -> Value {
                     "retries": 7, "restarts": 0,
                     "last_error": "no route to host"
                 },
-                "controller": null
+                "controller": null,
+                "state_version": 2
             }]
         }],
         "lenders": [{

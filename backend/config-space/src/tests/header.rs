@@ -265,3 +265,15 @@ fn the_largest_bar_works() {
         (0xc, 0x8000_0000)
     );
 }
+
+#[test]
+fn a_rom_has_a_bar_of_its_size() {
+    let mut space = ConfigSpace::new(&Image::nvme().0).unwrap();
+    write_u32(&mut space, 0x30, !0);
+    assert_eq!(read_u32(&space, 0x30), 0, "no ROM");
+    space.add_rom(0xfe00);
+    write_u32(&mut space, 0x30, !0);
+    assert_eq!(read_u32(&space, 0x30), 0xffff_0001);
+    space.reset();
+    assert_eq!(read_u32(&space, 0x30), 0);
+}

@@ -19,7 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_keeper::{DeviceFile, Journal, Kept, MAX_FDS, Received, Snapshots};
+use farside_keeper::{DeviceFile, Former, Journal, Kept, MAX_FDS, Options, Received, Snapshots};
 use libtest_mimic::{Arguments, Trial};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -28,7 +28,7 @@ use rustix::{
         RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
         SendAncillaryMessage, SendFlags, recvmsg, sendmsg, sockopt::set_socket_send_buffer_size,
     },
-    process::{Pid, Signal, kill_process},
+    process::{Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper, waitpid},
 };
 
 use exchanges::{Exchange, HEADER, Random, encoded, exchanges, header};
@@ -420,6 +420,23 @@ fn between_calls() {
     });
 }
 
+/// A message that ends its process is told from others.
+fn tries() {
+    let next = |file: DeviceFile| {
+        let left = file.as_fd().try_clone_to_owned().unwrap();
+        DeviceFile::take_over(left).unwrap()
+    };
+    let mut file = DeviceFile::new().unwrap();
+    file.journal().unwrap().begin(0);
+    for tries in 1..=3 {
+        assert_eq!(file.journal().unwrap().begin_try(), tries);
+        file = next(file);
+    }
+    assert_eq!(file.journal().unwrap().begin_try(), 4);
+    file.journal().unwrap().end_try();
+    assert_eq!(next(file).journal().unwrap().begin_try(), 1);
+}
+
 /// Has a process of [`by_sigkill`] serve the exchanges of this seed.
 const SEED: &str = "FARSIDE_KEEPER_TEST_SEED";
 
@@ -451,30 +468,55 @@ fn keep_backends(seed: &str) -> ! {
             let Ok(waits) = backend.step(&exchanges, &mut random, &mut || Ok(())) else {
                 unreachable!();
             };
-            if let Some(flags) = waits {
+            // Behind the last message nothing comes.
+            if let Some(flags) = waits.filter(|_| !backend.is_done(&exchanges)) {
                 wait(&backend.socket, flags, TIMEOUT);
             }
         }
-        drop(file);
+        // If it is killed here, the next one finds that all is done.
+        std::mem::forget((file, backend));
         let open = fs::read_dir("/proc/self/fd").unwrap().count();
         eprintln!("{open} descriptors, {} restarts", kept.restarts().unwrap());
         // One that leaks is there once for each process.
-        match open < 20 {
+        match open < 24 {
             true => 0,
             false => 3,
         }
     };
-    let code = farside_keeper::keep(backend, |_| ()).unwrap();
+    // Without the keeper's socket, each process has its own.
+    let path = std::env::temp_dir().join(format!("farside-keeper-{}", std::process::id()));
+    let options = Options {
+        former: Former::take(&path.join("socket")).unwrap(),
+        announce: &|_| (),
+        patience: None,
+    };
+    let code = farside_keeper::keep(backend, options).unwrap();
     std::process::exit(code.into());
 }
 
-fn child_of(keeper: u32) -> Option<Pid> {
-    let threads = fs::read_dir(format!("/proc/{keeper}/task")).ok()?.flatten();
+/// The processes below `pid`, and whether each is a spare keeper.
+fn below(pid: Pid) -> Vec<(Pid, bool)> {
+    let process = format!("/proc/{}", pid.as_raw_nonzero());
+    let threads = fs::read_dir(format!("{process}/task"));
+    let threads = threads.into_iter().flatten().flatten();
     let children = threads.map(|thread| fs::read_to_string(thread.path().join("children")));
     let children: String = children.map(Result::unwrap_or_default).collect();
-    Pid::from_raw(children.split_whitespace().next()?.parse().ok()?)
+    let mut found = Vec::new();
+    for child in children.split_whitespace() {
+        let Some(child) = child.parse().ok().and_then(Pid::from_raw) else {
+            continue;
+        };
+        let name = fs::read_to_string(format!("/proc/{}/comm", child.as_raw_nonzero()));
+        found.push((child, name.unwrap_or_default().starts_with("farside-spare")));
+        found.extend(below(child));
+    }
+    found
 }
 
+#[allow(
+    clippy::zombie_processes,
+    reason = "all children of this process are waited for"
+)]
 fn by_sigkill() {
     let mut random = Random::new();
     let seed = random.below(u64::MAX);
@@ -486,6 +528,7 @@ fn by_sigkill() {
         .stdin(Stdio::from(OwnedFd::from(socket)))
         .stdout(Stdio::null())
         .stderr(Stdio::piped());
+    set_child_subreaper(Some(getpid())).unwrap();
     let mut keeper = command.spawn().unwrap();
     drop(command);
     let mut stderr = keeper.stderr.take().unwrap();
@@ -503,18 +546,31 @@ fn by_sigkill() {
         while receives.strong_count() > 0 {
             // The keeper gives up after 100 in 10 s.
             std::thread::sleep(Duration::from_micros(100_000 + random.below(20_000)));
-            if let Some(child) = child_of(keeper.id()).filter(|child| last != Some(*child)) {
-                let _ = kill_process(child, Signal::KILL);
-                last = Some(child);
+            let all = below(getpid());
+            // Without a spare there is nobody to go on.
+            if all.len() < 3 || !all.iter().any(|(_, is_spare)| *is_spare) {
+                continue;
+            }
+            let (victim, _) = all[random.below(all.len() as u64) as usize];
+            if last != Some(victim) {
+                let _ = kill_process(victim, Signal::KILL);
+                last = Some(victim);
                 kills += 1;
             }
         }
     });
-    let status = keeper.wait().unwrap();
+    // The last backend's end ends its keeper, and that the spare.
+    let deadline = Instant::now() + TIMEOUT;
+    while !below(getpid()).is_empty() {
+        assert!(Instant::now() < deadline, "{:?}", below(getpid()));
+        while let Ok(Some(_)) = waitpid(None, WaitOptions::NOHANG) {}
+        std::thread::sleep(Duration::from_millis(1));
+    }
     let mut log = String::new();
     stderr.read_to_string(&mut log).unwrap();
     println!("{kills} kills; {log}");
-    assert!(status.success(), "{status}: {log}");
+    let ended = log.lines().filter(|line| line.contains("descriptors, "));
+    assert!(ended.count() >= 1, "{log}");
     assert!(kills >= 10, "{kills} kills");
 }
 
@@ -522,7 +578,8 @@ fn main() {
     if let Ok(seed) = std::env::var(SEED) {
         keep_backends(&seed);
     }
-    let tests: [(&str, fn()); 2] = [
+    let tests: [(&str, fn()); 3] = [
+        ("a_message_that_ends_processes_is_counted", tries),
         (
             "nothing_is_lost_doubled_or_reordered_between_calls",
             between_calls,

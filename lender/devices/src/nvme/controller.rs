@@ -143,7 +143,7 @@ impl Nvme {
         Self::with_block(id, config, block, (size, punches_holes))
     }
 
-    fn with_block(
+    pub(super) fn with_block(
         id: &str,
         config: &Config,
         block: std::io::Result<BlockQueue>,

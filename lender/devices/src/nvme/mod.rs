@@ -55,6 +55,7 @@ mod status;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use block::BlockQueue;
 pub use block::{
     Ended, EngineChoice, Image, ImageError, ImageId, LentMedium, MediumKeeper, Notice,
     RemoteMedium, Supply, Turn, remote_medium,
@@ -62,6 +63,11 @@ pub use block::{
 pub use config::{Config, ConfigError, MODEL_LEN, SERIAL_LEN};
 pub use controller::Nvme;
 pub use pci::{DEVICE_ID, VENDOR_ID};
+
+pub use state::{
+    FORMAT as STATE_FORMAT, HEADER as STATE_HEADER, StateError, check_version as check_state,
+    version as state_version,
+};
 
 /// Bytes of the state that outlives the controller's process.
 pub const STATE_BYTES: u64 = state::SIZE as u64;

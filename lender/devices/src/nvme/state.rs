@@ -5,15 +5,15 @@
 //!
 //! | offset | content |
 //! | --- | --- |
-//! | 0 | [`MAGIC`], version, which copy of the snapshot is current, interrupt mask |
+//! | 0 | [`MAGIC`], version, which copy of the snapshot is current, interrupt mask; since version 2 the version of farside |
 //! | [`WORDS`] | for each queue pair four counters: commands fetched, tail, completions posted, head |
 //! | [`COPIES`] | two copies of the snapshot ([`saved`]): what commands of the admin queue and registers change |
 //! | [`TABLE`] | the commands in flight |
 //!
 //! # Order of stores
 //!
-//! Fetching a command: its entry, with the number that it has in its queue; the entry's sequence number, which makes
-//! it valid; the queue's count of fetched commands. An entry whose number equals that count was recorded, and the
+//! Fetching a command: its entry, void meanwhile, with the number that it has in its queue; the entry's sequence number,
+//! which makes it valid; the queue's count of fetched commands. An entry whose number equals that count was recorded, and the
 //! count not yet.
 //!
 //! Completing one: the number that its completion has in the completion queue, into its entry; the completion, into
@@ -26,12 +26,21 @@
 //! one store, before its completion is posted.
 //!
 //! While the process runs it is the only writer, and never reads this memory: the borrower can write to it.
+//!
+//! # Versions
+//!
+//! This version and the one before are read ([`FORMAT`]). What the one before has not is zero in it, which means that it
+//! is absent. A process that goes on from the version before writes what is new, and then the version.
 
 pub mod saved;
 
-use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::sync::atomic::{
+    Ordering::{Relaxed, Release},
+    fence,
+};
 
 use farside_fabric::memory::HostSlice;
+use farside_hand_over::{Format, Unreadable, WRITER, decode, read_writer, writer};
 
 use super::{
     command::SQE_SIZE,
@@ -42,14 +51,23 @@ use saved::Saved;
 /// "FARSNVME".
 const MAGIC: u64 = u64::from_le_bytes(*b"FARSNVME");
 
-/// The version that is written. A reader knows this one and the one before.
-pub const VERSION: u32 = 1;
+/// The version that is written, and those that are read. See docs/hand-over-state.md before changing the layout.
+///
+/// | version | new in it |
+/// | --- | --- |
+/// | 2 | the version of farside |
+pub const FORMAT: Format = Format::new("the state of the NVMe controller", 2);
 
 const AT_MAGIC: usize = 0;
 const AT_VERSION: usize = 8;
 /// 0: none, 1 or 2: the copy.
 const AT_CURRENT: usize = 12;
 const AT_MASK: usize = 16;
+/// [`WRITER`] bytes. Zero in version 1.
+const AT_WRITER: usize = 64;
+
+/// Bytes by which a state is told from others, and its version known ([`version`]).
+pub const HEADER: usize = AT_WRITER + WRITER;
 
 /// Queue numbers, with that of the admin queue.
 const QUEUES: usize = 256;
@@ -139,11 +157,9 @@ pub enum StateError {
     /// Not of an NVMe controller.
     #[error("the state is not that of an NVMe controller")]
     Foreign,
-    /// Of another build.
-    #[error(
-        "the state has version {0}, and this lender reads version {VERSION}: end the VM, or install the lender of before"
-    )]
-    Version(u32),
+    /// Of a version that is not read.
+    #[error(transparent)]
+    Version(#[from] Unreadable),
     /// The snapshot cannot be decoded.
     #[error("the state's snapshot is malformed")]
     Malformed,
@@ -170,7 +186,7 @@ impl State {
             state.put(TABLE + entry * ENTRY_SIZE + SEQUENCE, 0);
         }
         state.put_u32(AT_MASK, 0);
-        state.put_u32(AT_VERSION, VERSION);
+        state.put_version();
         state.put(AT_MAGIC, MAGIC);
         Ok(state)
     }
@@ -193,12 +209,24 @@ impl State {
             free: all_free(),
             current: copied.current,
         };
-        for command in &restored.in_flight {
-            state.sequence = state.sequence.max(command.entry.sequence + 1);
+        // Above that of the last result, too: a later command with its number would get that result.
+        let in_flight = restored.in_flight.iter().map(|it| it.entry.sequence);
+        let answered = restored.saved.answered.map(|it| it.sequence);
+        for sequence in in_flight.chain(answered) {
+            state.sequence = state.sequence.max(sequence + 1);
         }
         let is_used = |index| restored.in_flight.iter().any(|it| it.entry.index == index);
         state.free.retain(|&index| !is_used(index));
+        state.put_version();
         Ok(Some((state, restored)))
+    }
+
+    /// What is new in this version is there before it: the version before ignores it.
+    fn put_version(&self) {
+        for (n, word) in writer().as_chunks().0.iter().enumerate() {
+            self.put(AT_WRITER + n * 8, u64::from_le_bytes(*word));
+        }
+        self.put_u32(AT_VERSION, FORMAT.version());
     }
 
     /// Whether anything is kept.
@@ -239,6 +267,9 @@ impl State {
         };
         let at = entry_at(entry.index);
         crash_point();
+        // That of a session before: void by its owner only, which is about to change.
+        let _ = memory.store_u64(at + SEQUENCE, 0, Relaxed);
+        fence(Release);
         for (n, word) in command.chunks_exact(8).enumerate() {
             let word = u64::from_le_bytes(word.try_into().unwrap_or_default());
             let _ = memory.store_u64(at + COMMAND + n * 8, word, Relaxed);
@@ -363,6 +394,28 @@ fn copy_at(copy: u32) -> usize {
     COPIES + (copy as usize - 1) * COPY_SIZE
 }
 
+/// The version of the state that begins with these [`HEADER`] bytes. `None`: nothing was written to it.
+pub fn version(header: &[u8]) -> Result<Option<u32>, StateError> {
+    let header = Copied {
+        bytes: header,
+        current: 0,
+    };
+    match header.u64(AT_MAGIC) {
+        0 => Ok(None),
+        MAGIC => Ok(Some(header.u32(AT_VERSION))),
+        _ => Err(StateError::Foreign),
+    }
+}
+
+/// Checks that the state that begins with these [`HEADER`] bytes is of a version that is read.
+pub fn check_version(header: &[u8]) -> Result<(), StateError> {
+    let farside = header.get(AT_WRITER..HEADER).and_then(read_writer);
+    match version(header)? {
+        Some(version) => Ok(FORMAT.check(version, farside.as_deref())?),
+        None => Ok(()),
+    }
+}
+
 /// A copy of the memory.
 struct Copied<'a> {
     bytes: &'a [u8],
@@ -373,15 +426,10 @@ impl<'a> Copied<'a> {
     /// `None`: nothing was written to it.
     fn check(bytes: &'a [u8]) -> Result<Option<Self>, StateError> {
         let mut copied = Self { bytes, current: 0 };
-        match copied.u64(AT_MAGIC) {
-            0 => return Ok(None),
-            MAGIC => {}
-            _ => return Err(StateError::Foreign),
+        if version(bytes)?.is_none() {
+            return Ok(None);
         }
-        match copied.u32(AT_VERSION) {
-            VERSION => {}
-            other => return Err(StateError::Version(other)),
-        }
+        check_version(bytes)?;
         copied.current = copied.u32(AT_CURRENT);
         match copied.current {
             0 => Ok(None),
@@ -410,7 +458,7 @@ impl<'a> Copied<'a> {
         let len = len.filter(|&len| len <= COPY_SIZE - 8);
         let snapshot = len.and_then(|len| self.bytes.get(at + 8..at + 8 + len));
         let saved: Saved = snapshot
-            .and_then(|bytes| postcard::from_bytes(bytes).ok())
+            .and_then(|bytes| decode(bytes).ok())
             .ok_or(StateError::Malformed)?;
         let words: Vec<Words> = (0..QUEUES as u16)
             .map(|queue| {
@@ -435,7 +483,8 @@ impl<'a> Copied<'a> {
         let is_large = |it: &InFlight| {
             it.entry.sequence >= MOST || it.completion.is_some_and(|number| number >= MOST)
         };
-        if in_flight.iter().any(is_large) {
+        let is_large_answer = saved.answered.is_some_and(|it| it.sequence >= MOST);
+        if is_large_answer || in_flight.iter().any(is_large) {
             return Err(StateError::Invalid("a counter of a command is too large"));
         }
         in_flight.sort_by_key(|command| command.entry.sequence);
@@ -464,3 +513,6 @@ impl<'a> Copied<'a> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

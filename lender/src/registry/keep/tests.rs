@@ -43,6 +43,7 @@ fn no_description() -> Described {
     Described {
         description,
         bars: BarOwner::Borrower,
+        rom: 0,
         state: 0,
     }
 }
@@ -292,6 +293,54 @@ fn another_medium_or_system_ends_a_chain() {
     let restarted = Lender::start(&file, medium(7));
     assert_eq!(restarted.kept(), None);
     restarted.has_ended(chain, "host has restarted");
+}
+
+/// What a restart of the host loses is what was not flushed to a medium.
+#[test]
+fn a_lease_without_a_medium_goes_on_with_another_system() {
+    let (_directory, file) = file();
+    let lender = Lender::start(&file, ImageId::None);
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    lender.cut(lease);
+    let text = std::fs::read_to_string(&file).unwrap();
+    let kept: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let boot = kept["chains"]["disk0"]["boot"].as_str().unwrap();
+    std::fs::write(&file, text.replace(boot, "another")).unwrap();
+    let lender = Lender::start(&file, ImageId::None);
+    assert_eq!(lender.kept().as_deref(), Some("a"));
+    let (lease, same) = lender.borrow("a", Some(chain)).unwrap();
+    assert_eq!(same, chain);
+    lender.give_back(lease);
+    lender.has_ended(chain, SINCE);
+}
+
+/// Devices that have none do not share one.
+#[test]
+fn a_lease_without_a_medium_ends_no_other_chain() {
+    let (_directory, file) = file();
+    let lender = Lender::start_as("dma0", &file, ImageId::None);
+    let (lease, chain) = lender.borrow("a", None).unwrap();
+    lender.cut(lease);
+    // Without dma0, another one is lent; then dma0 is back.
+    let other = Lender::start_as("dma1", &file, ImageId::None);
+    let (lease, _) = other.borrow("b", None).unwrap();
+    other.give_back(lease);
+    let lender = Lender::start_as("dma0", &file, ImageId::None);
+    assert_eq!(lender.borrow("a", Some(chain)).unwrap().1, chain);
+}
+
+/// Within the host, a model without a medium has no state that outlives its process.
+#[test]
+fn a_lease_without_a_medium_goes_on_over_the_network_alone() {
+    let (_directory, file) = file();
+    for (medium, within_the_host) in [(medium(7), true), (ImageId::None, false)] {
+        let Lender { registry, id, .. } = Lender::start(&file, medium);
+        assert!(registry.can_go_on(&id, Transport::Network));
+        assert_eq!(
+            registry.can_go_on(&id, Transport::SharedMemory),
+            within_the_host
+        );
+    }
 }
 
 #[test]

@@ -35,6 +35,7 @@ pub fn add_device(
     let described = Described {
         description: Image::nvme().0,
         bars: BarOwner::Borrower,
+        rom: 0,
         state: 0,
     };
     let access = Access::new(&id, OPERATOR, borrowers(at));

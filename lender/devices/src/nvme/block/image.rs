@@ -103,6 +103,8 @@ pub enum ImageId {
         /// Its number since the system has started.
         sequence: u64,
     },
+    /// The medium of a model that has none: of 0 bytes, with nothing to change or to lose.
+    None,
 }
 
 /// Whether the path is a device's.

@@ -190,9 +190,12 @@ impl LentMedium {
         self.post(Frame::Release { limit_ms }, Memory::NONE);
     }
 
-    /// Counters, by name.
+    /// Counters, by name; none without a medium.
     pub fn stats(&self) -> Vec<(&'static str, u64)> {
         let stats = &self.stats;
+        if self.size == 0 {
+            return Vec::new();
+        }
         vec![
             ("reads", stats.reads),
             ("writes", stats.writes),

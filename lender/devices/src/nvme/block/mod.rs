@@ -12,6 +12,8 @@
 //! Nothing is allocated per transfer once a tag's vectors have grown.
 #![allow(unsafe_code)]
 
+#[cfg(test)]
+pub mod faulty;
 mod image;
 mod inline;
 mod lent;
@@ -170,6 +172,9 @@ trait Engine: Send {
     /// The owner waits for everything in flight: an engine whose medium may be out of reach finishes
     /// what it cannot complete soon, with ECANCELED; at once if it is `now`.
     fn hurry(&mut self, _now: bool) {}
+
+    /// Whether the medium can be reached: of another host it may not, and then operations wait.
+    fn is_connected(&self) -> bool;
 }
 
 /// I/O on an image, by tag.
@@ -210,6 +215,18 @@ impl BlockQueue {
         Ok(Self::new(engine, depth, None))
     }
 
+    /// I/O on a medium that fails as `faults` say.
+    #[cfg(test)]
+    pub fn faulty(
+        file: File,
+        faults: faulty::Faults,
+        watch: super::tests::watch::Watch,
+        depth: u16,
+    ) -> io::Result<Self> {
+        let engine = Box::new(faulty::Faulty::start(file, faults, watch)?);
+        Ok(Self::new(engine, depth, None))
+    }
+
     fn new(engine: Box<dyn Engine>, depth: u16, inline: Option<(Inline, Arc<File>)>) -> Self {
         Self {
             engine,
@@ -230,6 +247,11 @@ impl BlockQueue {
     /// See [`Engine::condition`].
     pub fn condition(&self) -> Condition {
         self.engine.condition()
+    }
+
+    /// See [`Engine::is_connected`].
+    pub fn is_connected(&self) -> bool {
+        self.engine.is_connected()
     }
 
     /// See [`Engine::hurry`].

@@ -483,12 +483,16 @@ impl Engine for Network {
         Ok(())
     }
 
+    fn is_connected(&self) -> bool {
+        matches!(self.state, State::Connected(_))
+    }
+
     fn hurry(&mut self, now: bool) {
         if self.outstanding == 0 {
             return;
         }
         let since = *self.hurried.get_or_insert_with(Instant::now);
-        let connected = matches!(self.state, State::Connected(_));
+        let connected = self.is_connected();
         if now || !connected || since.elapsed() >= HURRY {
             if connected {
                 // What was sent may be done at the lender until the next connection is there, and what

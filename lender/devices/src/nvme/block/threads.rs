@@ -142,7 +142,7 @@ fn serve(shared: &Shared) {
 }
 
 /// Performs one operation; bytes or a negative errno.
-fn perform(file: &File, op: RawOp) -> i32 {
+pub(super) fn perform(file: &File, op: RawOp) -> i32 {
     let fd = raw(file);
     // SAFETY: the iovecs are valid until the job is reaped, by the contract of
     // `Engine::queue`, which is after this. Only the kernel accesses their memory, with
@@ -221,6 +221,10 @@ impl Engine for Threads {
         // EAGAIN: already clear.
         let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
         !self.inline.is_empty() || !self.shared.state().done.is_empty()
+    }
+
+    fn is_connected(&self) -> bool {
+        true
     }
 
     fn wake_fd(&self) -> BorrowedFd<'_> {

@@ -209,6 +209,10 @@ impl Engine for Uring {
         !self.ring.completion().is_empty()
     }
 
+    fn is_connected(&self) -> bool {
+        true
+    }
+
     fn wake_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the ring keeps its descriptor open for the lifetime of `self`, which
         // the result borrows.

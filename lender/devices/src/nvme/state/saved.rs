@@ -1,11 +1,12 @@
 //! The snapshot: the part of a controller's state that registers other than doorbells, and admin commands change.
 //!
 //! Its encoding is that of [postcard](https://postcard.jamesmunns.com/wire-format): fields in this order, numbers of
-//! variable length. A change of it is a new [`VERSION`](super::VERSION).
+//! variable length. A change of it is a new version ([`FORMAT`](super::FORMAT)): new fields are appended to [`Saved`], where
+//! zero means that they are absent, and the structures in it stay as they are.
 
 use serde::{Deserialize, Serialize};
 
-/// Version 1.
+/// Since version 1.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Saved {
     pub session: u32,

@@ -29,3 +29,8 @@ pub fn point() {
         Some(left) => LEFT.set(Some(left - 1)),
     }
 }
+
+/// Kills at no point until [`after`] is called with what this returns.
+pub fn take() -> Option<u64> {
+    LEFT.take()
+}

@@ -19,8 +19,11 @@ use rustix::{
 };
 use tempfile::TempDir;
 
-use super::crash::{self, Killed};
 pub use super::entries::{Cqe, OK, Sqe};
+use super::{
+    crash::{self, Killed},
+    failing::{Faults, Watch},
+};
 use crate::{
     Bus, Device, Dma, Interrupts,
     nvme::{Config, EngineChoice, Image, Nvme},
@@ -38,7 +41,7 @@ pub const ACQ: u64 = BASE + 0x1000;
 /// The two pages of shadow doorbells and event indexes.
 pub const SHADOWS: u64 = BASE + 0x2000;
 /// Pages of queue pairs: submission, completion, at 64 KiB each.
-const RINGS: u64 = BASE + 0x10_0000;
+pub const RINGS: u64 = BASE + 0x10_0000;
 /// Data buffers of commands.
 pub const DATA: u64 = BASE + 0x100_0000;
 /// Entries of the admin queues.
@@ -56,6 +59,7 @@ pub struct Memory {
     pub translations: u64,
     /// Bus-master enable.
     pub bus_master: bool,
+    pub watch: Option<Watch>,
 }
 
 impl Memory {
@@ -71,6 +75,7 @@ impl Memory {
             faults: Vec::new(),
             translations: 0,
             bus_master: true,
+            watch: None,
         }
     }
 
@@ -104,6 +109,10 @@ impl Dma for Memory {
 
     fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {
         self.translations += 1;
+        if let Some(watch) = &self.watch {
+            crash::point();
+            watch.translate(iova.get());
+        }
         let inside = iova
             .offset_from(Iova::new(BASE))
             .filter(|&offset| offset < SIZE as u64)
@@ -204,9 +213,11 @@ pub struct Driver {
     pub image: PathBuf,
     _directory: TempDir,
     next_id: u16,
-    config: Config,
+    pub(super) config: Config,
     /// The image, which the lender has open.
-    lent: Image,
+    pub(super) lent: Image,
+    /// Of a medium that fails.
+    pub(super) faults: Option<Faults>,
     /// The state of a controller that can be killed.
     pub state: Option<HostSlice>,
     /// How often it was.
@@ -226,7 +237,7 @@ pub fn image(size: u64) -> (TempDir, PathBuf) {
     (directory, path)
 }
 
-fn clone(image: &Image) -> Image {
+pub(super) fn clone(image: &Image) -> Image {
     Image {
         file: image.file.try_clone().unwrap(),
         ..*image
@@ -250,6 +261,7 @@ impl Driver {
         Self {
             nvme: Nvme::with_image("disk0", &config, clone(&lent)).unwrap(),
             lent,
+            faults: None,
             memory: Memory::new(),
             irq: Irq::default(),
             pairs: Vec::new(),
@@ -264,26 +276,6 @@ impl Driver {
             kills: 0,
             kill_every: None,
         }
-    }
-
-    /// Has a state outlive the controller.
-    pub fn keep_state(&mut self) {
-        let size = self.nvme.state_bytes() as usize;
-        let memory = SharedMemory::anonymous(size).unwrap();
-        let state = memory.slice(0, size).unwrap();
-        assert!(!self.nvme.set_state(state.clone(), false).unwrap());
-        self.state = Some(state);
-    }
-
-    /// Starts another controller in place of one that was killed.
-    pub fn restart(&mut self) {
-        self.kills += 1;
-        self.irq.line = false;
-        let image = clone(&self.lent);
-        self.nvme = Nvme::with_image("disk0", &self.config, image).unwrap();
-        let state = self.state.clone().unwrap();
-        self.nvme.set_state(state, true).unwrap();
-        crash::after(self.kill_every);
     }
 
     /// Enabled, with one I/O pair of 64 entries.
@@ -464,7 +456,13 @@ impl Driver {
 
     /// The next completion of queue `at`, without ringing.
     pub fn peel(&mut self, at: usize) -> Option<Cqe> {
-        let pair = &mut self.pairs[at];
+        let mut pair = self.pairs[at];
+        let cqe = self.look(&mut pair);
+        self.pairs[at] = pair;
+        cqe
+    }
+
+    pub(super) fn look(&self, pair: &mut Pair) -> Option<Cqe> {
         let slot = pair.cq + u64::from(pair.head) * 16;
         let raw = self.memory.get(slot, 16);
         let word = |at: usize| u16::from_le_bytes([raw[at], raw[at + 1]]);

@@ -1,5 +1,7 @@
 //! Leases whose lender is killed, and that go on with the next one, as unlucky and hostile parties have it.
 
+mod versions;
+
 use std::{
     fs::{self, File},
     io::{BufRead, BufReader},
@@ -7,7 +9,7 @@ use std::{
         fd::AsFd,
         unix::fs::{DirBuilderExt, PermissionsExt},
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{Arc, Mutex},
     time::{Duration, Instant},
@@ -16,7 +18,7 @@ use std::{
 use farside_daemon::{OwnedListener, SocketKind};
 use farside_fabric::{Iova, PeerAddress, memory::create_sealed};
 use farside_lender_protocol::{
-    Channel, ChannelError, Client, Keeping, Lease, Resource, Revocation, Transport,
+    ChannelError, Client, Keeping, Lease, Resource, Revocation, Transport,
     registers::{Access, Event},
 };
 use rustix::{
@@ -61,7 +63,11 @@ impl Host {
     }
 
     fn command(&self, devices: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_farside"));
+        self.command_of(env!("CARGO_BIN_EXE_farside").as_ref(), devices)
+    }
+
+    fn command_of(&self, program: &Path, devices: &[&str]) -> Command {
+        let mut command = Command::new(program);
         command
             .arg("lend")
             .arg("--socket")
@@ -492,35 +498,6 @@ fn a_keeper_where_others_can_put_one_is_not_asked() {
 }
 
 #[test]
-fn the_leases_of_another_version_end_before_devices_are_opened() {
-    let host = Host::new();
-    host.make_keeper(0o700);
-    let keeper = OwnedListener::bind(&host.keeper().join("socket"), SocketKind::SeqPacket, 4)
-        .expect("a path");
-    let other = std::thread::spawn(move || {
-        let deadline = Instant::now() + DEADLINE;
-        let socket = loop {
-            match keeper.accept().expect("a listener") {
-                Some(socket) => break socket,
-                None => assert!(Instant::now() < deadline, "nobody connects"),
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        };
-        let mut lender = Channel::from_socket(socket);
-        lender
-            .send(&(999u32, false), &[], DEADLINE)
-            .expect("a lender");
-        // The first message of all versions.
-        let (end, _) = lender.receive::<u32>(DEADLINE).expect("a message");
-        assert_eq!(end, 0);
-    });
-    let lender = host.lend();
-    other.join().expect("no panic");
-    lender.wait_log("its version keeps them in format 999");
-    host.borrow("dma0", "web1");
-}
-
-#[test]
 fn nobody_else_reaches_the_keeper() {
     let host = Host::new();
     let lender = host.lend();
@@ -529,12 +506,7 @@ fn nobody_else_reaches_the_keeper() {
     assert_eq!(mode(host.keeper()), 0o700);
     assert_eq!(mode(host.keeper().join("socket")), 0o600);
     // Neither has the keeper other rights than to keep.
-    let is_keeper = |pid: &i32| {
-        let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline"));
-        arguments.is_ok_and(|it| it.contains("lease-keeper"))
-    };
-    let keeper = lender.children().into_iter().find(is_keeper);
-    let path = format!("/proc/{}/status", keeper.expect("a keeper"));
+    let path = format!("/proc/{}/status", keeper_of(&lender).as_raw_nonzero());
     let fields = ["CapEff:\t0000000000000000", "NoNewPrivs:\t1", "Seccomp:\t2"];
     // It may be about to confine itself.
     let deadline = Instant::now() + DEADLINE;
@@ -547,31 +519,58 @@ fn nobody_else_reaches_the_keeper() {
     }
 }
 
+fn keeper_of(lender: &Lender) -> Pid {
+    let is_keeper = |pid: &i32| {
+        let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline"));
+        arguments.is_ok_and(|it| it.contains("lease-keeper"))
+    };
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        // The list may lack one while others end.
+        if let Some(keeper) = lender.children().into_iter().find(is_keeper) {
+            return Pid::from_raw(keeper).expect("a number");
+        }
+        assert!(Instant::now() < deadline, "no keeper: {}", lender.log());
+    }
+}
+
 #[test]
-fn leases_whose_keeper_is_gone_end_with_the_lender() {
+fn leases_whose_keeper_is_killed_have_another_one() {
     let host = Host::new();
     let lender = host.lend();
-    let (mut client, mut lease) = host.borrow("dma0", "web1");
-    let worker = lender.worker("dma0");
-    for pid in lender.children() {
-        let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline"));
-        if arguments.is_ok_and(|it| it.contains("lease-keeper")) {
-            let pid = Pid::from_raw(pid).expect("a number");
-            kill_process(pid, Signal::KILL).expect("a process");
-            Worker(pid).wait();
-        }
-    }
-    client.reset().expect("an answer");
-    // The next lease has another keeper.
+    let (_client, mut lease) = host.borrow("dma0", "web1");
     let (_other, mut others) = host.borrow("dma1", "web2");
     let (_disk, mut disk_lease) = host.borrow_and_keep("web2");
+    let worker = lender.worker("dma0");
+    for round in 1..=3 {
+        let keeper = keeper_of(&lender);
+        kill_process(keeper, Signal::KILL).expect("a process");
+        let deadline = Instant::now() + DEADLINE;
+        while lender
+            .log()
+            .matches("another process keeps 3 leases")
+            .count()
+            < round
+        {
+            assert!(Instant::now() < deadline, "{}", lender.log());
+        }
+    }
+    let keeper = keeper_of(&lender);
     let _ = lender.kill("dma0");
-    assert_closed(&mut lease);
-    Worker(worker).wait();
+    register(&mut lease);
+    let lender = host.lend();
+    for (device, vm) in [("dma0", "web1"), ("dma1", "web2"), ("disk0", "web2")] {
+        assert_eq!(host.holder(device).as_deref(), Some(vm));
+    }
+    register(&mut lease);
     register(&mut others);
     register(&mut disk_lease);
+    Worker(worker).assert_lives();
+    // Of a keeper that a former lender has started.
+    kill_process(keeper, Signal::KILL).expect("a process");
+    lender.wait_log("another process keeps 3 leases");
+    drop(lender);
     let _lender = host.lend();
-    assert_eq!(host.holder("disk0").as_deref(), Some("web2"));
-    assert_eq!(host.holder("dma1").as_deref(), Some("web2"));
-    assert_eq!(host.holder("dma0"), None);
+    assert_eq!(host.holder("dma0").as_deref(), Some("web1"));
+    register(&mut lease);
 }

@@ -1,0 +1,231 @@
+//! The format of the state, as each version has it.
+
+use std::path::PathBuf;
+
+use farside_fabric::memory::SharedMemory;
+use farside_hand_over::{
+    FARSIDE,
+    samples::{self, Example},
+};
+
+use super::{
+    saved::{Answered, SavedBuffer, SavedCq, SavedFeatures, SavedShadow, SavedSq},
+    *,
+};
+
+fn sample(version: u32) -> PathBuf {
+    let name = format!("tests/samples/state-{version}.txt");
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
+}
+
+/// A snapshot without a field that is zero.
+fn saved() -> Saved {
+    let shadow = |stale, unwritten| SavedShadow { stale, unwritten };
+    let sq = |id, stale| SavedSq {
+        id,
+        base: 0x10_0000 + u64::from(id) * 4096,
+        entries: 64,
+        cq: id,
+        shadow: shadow(stale, true),
+    };
+    let cq = |id, vector| SavedCq {
+        id,
+        base: 0x20_0000 + u64::from(id) * 4096,
+        entries: 32,
+        vector,
+        shadow: shadow(Some(9), false),
+    };
+    Saved {
+        session: 3,
+        cc: 0x0046_0001,
+        ready: true,
+        fatal: true,
+        shutdown: 2,
+        aqa: 0x001f_001f,
+        asq: 0x1000,
+        acq: 0x2000,
+        draining: true,
+        features: SavedFeatures {
+            arbitration: 1,
+            over: 350,
+            under: 270,
+            error_recovery: 2,
+            write_cache: true,
+            coalescing: 0x0105,
+            vectors_without_coalescing: [1, 2, 3, 1 << 63],
+            write_atomicity: 1,
+            event_config: 0x1f,
+            timestamp: Some((5, 1_795_603_832_401)),
+        },
+        masked_events: [true, false],
+        sqs: vec![sq(0, None), sq(1, Some(17))],
+        cqs: vec![cq(0, Some(0)), cq(1, None)],
+        buffer: Some(SavedBuffer {
+            values: 0x3000,
+            events: 0x4000,
+            live: true,
+        }),
+        msix_table: (0..32).collect(),
+        answered: Some(Answered {
+            sequence: 2,
+            result: 0x0007_0007,
+            status: 0x4002,
+        }),
+        flush_failed: true,
+    }
+}
+
+fn words(queue: u64) -> Words {
+    Words {
+        fetched: 1000 + queue,
+        tail: 20 + queue,
+        posted: 900 + queue,
+        head: 10 + queue,
+    }
+}
+
+const MASK: u32 = 0x5555;
+const QUEUES_IN_USE: [u16; 3] = [0, 1, 255];
+
+/// What a controller with two commands in flight leaves.
+fn example() -> Vec<u8> {
+    let memory = SharedMemory::anonymous(SIZE).unwrap();
+    let memory = memory.slice(0, SIZE).unwrap();
+    let mut state = State::start(memory.clone()).unwrap();
+    state.session = 3;
+    for queue in QUEUES_IN_USE {
+        let words = words(queue.into());
+        state.fetched(queue, words.fetched);
+        state.tail(queue, words.tail as u16);
+        state.posted(queue, words.posted);
+        state.head(queue, words.head as u16);
+    }
+    state.mask(MASK);
+    // The one that is current is the other copy.
+    state.save(Saved::default());
+    state.save(saved());
+    let first = state.record(0, 1000, &[0xa5; SQE_SIZE]).unwrap();
+    state.record(255, 1255, &[0x5a; SQE_SIZE]).unwrap();
+    let done = state.record(1, 1001, &[0xff; SQE_SIZE]).unwrap();
+    state.completing(first, 900);
+    state.release(done);
+    let mut bytes = vec![0; SIZE];
+    memory.read(&mut bytes);
+    bytes
+}
+
+/// As it was before the version of farside was in it.
+fn version_1(mut bytes: Vec<u8>) -> Vec<u8> {
+    bytes[AT_WRITER..HEADER].fill(0);
+    bytes[AT_VERSION] = 1;
+    bytes
+}
+
+/// The size is part of it, as backends make the file.
+fn examples(bytes: &[u8]) -> Vec<Example> {
+    let mut examples = vec![("size".to_owned(), SIZE.to_be_bytes().to_vec())];
+    let mut bytes = bytes.to_vec();
+    if bytes[AT_WRITER] != 0 {
+        // It changes with each release.
+        bytes[AT_WRITER..HEADER].fill(b'x');
+    }
+    examples.extend(samples::parts(&bytes));
+    examples
+}
+
+fn is_read(bytes: &[u8]) {
+    let copied = Copied::check(bytes).unwrap().unwrap();
+    let restored = copied.restore().unwrap();
+    assert_eq!(restored.saved, saved());
+    assert_eq!(restored.mask, MASK);
+    for (queue, found) in (0u16..).zip(&restored.words) {
+        let expected = match QUEUES_IN_USE.contains(&queue) {
+            true => words(queue.into()),
+            false => Words::default(),
+        };
+        assert_eq!(*found, expected, "queue {queue}");
+    }
+    let in_flight = |index, sequence, sq, number, completion, byte| InFlight {
+        entry: Entry { index, sequence },
+        sq,
+        number,
+        completion,
+        command: [byte; SQE_SIZE],
+    };
+    assert_eq!(
+        restored.in_flight,
+        [
+            in_flight(0, 1, 0, 1000, Some(900), 0xa5),
+            in_flight(1, 2, 255, 1255, None, 0x5a),
+        ]
+    );
+}
+
+#[test]
+fn the_format_of_the_state_has_not_changed_without_its_version() {
+    let version = FORMAT.version();
+    samples::is_unchanged(&sample(version), &examples(&example()));
+    assert_eq!(version, 2, "replace `version_1` by the format before");
+}
+
+#[test]
+fn states_of_this_version_and_of_the_one_before_are_read() {
+    samples::write_new(&sample(1), || examples(&version_1(example())));
+    for version in FORMAT.oldest()..=FORMAT.version() {
+        let sample = samples::read(&sample(version));
+        let bytes = samples::whole(&sample[1..], SIZE);
+        assert_eq!(self::version(&bytes), Ok(Some(version)));
+        is_read(&bytes);
+        assert_eq!(check_version(&bytes[..HEADER]), Ok(()));
+    }
+}
+
+#[test]
+fn a_state_of_the_version_before_is_of_this_one_when_a_process_goes_on_with_it() {
+    let memory = SharedMemory::anonymous(SIZE).unwrap();
+    let memory = memory.slice(0, SIZE).unwrap();
+    memory.write(&version_1(example()));
+    let (mut state, _) = State::resume(memory.clone()).unwrap().unwrap();
+    state.save(saved());
+    let mut bytes = vec![0; SIZE];
+    memory.read(&mut bytes);
+    assert_eq!(version(&bytes), Ok(Some(FORMAT.version())));
+    assert_eq!(
+        read_writer(&bytes[AT_WRITER..HEADER]).as_deref(),
+        Some(FARSIDE)
+    );
+    is_read(&bytes);
+}
+
+#[test]
+fn a_snapshot_without_its_last_fields_has_none_of_what_they_say() {
+    let expected = Saved {
+        answered: None,
+        flush_failed: false,
+        ..saved()
+    };
+    let mut bytes = postcard::to_stdvec(&expected).unwrap();
+    bytes.truncate(bytes.len() - 2);
+    assert_eq!(decode::<Saved>(&bytes), Ok(expected));
+}
+
+#[test]
+fn other_versions_are_refused_by_their_first_bytes() {
+    let refused = |version: u32, farside: &[u8]| {
+        let mut bytes = example();
+        bytes[AT_VERSION..AT_VERSION + 4].copy_from_slice(&version.to_le_bytes());
+        bytes[AT_WRITER..HEADER].fill(0);
+        bytes[AT_WRITER..AT_WRITER + farside.len()].copy_from_slice(farside);
+        let error = check_version(&bytes[..HEADER]).unwrap_err();
+        assert_eq!(Copied::check(&bytes).err(), Some(error.clone()));
+        error.to_string()
+    };
+    let reads = format!("this farside ({FARSIDE}) reads versions 1 and 2");
+    let text = refused(3, b"9.1.0");
+    assert!(text.contains("version 3 (of farside 9.1.0)"), "{text}");
+    assert!(text.contains(&reads), "{text}");
+    let text = refused(0, b"");
+    assert!(text.contains("version 0, and"), "{text}");
+    assert_eq!(check_version(&[0; HEADER]), Ok(()));
+    assert_eq!(check_version(&[1; HEADER]), Err(StateError::Foreign));
+}

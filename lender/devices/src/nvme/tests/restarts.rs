@@ -1,0 +1,87 @@
+//! Controllers that are killed, and media that fail.
+
+use farside_fabric::memory::SharedMemory;
+
+use super::{
+    crash,
+    failing::{Faults, Watch},
+    watch::Id,
+    world::{Driver, clone},
+};
+use crate::{
+    Device,
+    nvme::{
+        Nvme,
+        block::BlockQueue,
+        slots::{IO_SLOTS, RESERVED_SLOTS},
+    },
+};
+
+impl Driver {
+    /// Has a state outlive the controller.
+    pub fn keep_state(&mut self) {
+        let size = self.nvme.state_bytes() as usize;
+        let memory = SharedMemory::anonymous(size).unwrap();
+        let state = memory.slice(0, size).unwrap();
+        assert!(!self.nvme.set_state(state.clone(), false).unwrap());
+        self.state = Some(state);
+    }
+
+    /// Has a medium that fails, and a watch on the controller.
+    pub fn set_faults(&mut self, faults: Faults) -> Watch {
+        let watch = Watch::default();
+        self.faults = Some(faults);
+        self.memory.watch = Some(watch.clone());
+        self.nvme = self.open();
+        watch
+    }
+
+    pub fn faults(&self) -> Faults {
+        self.faults.unwrap()
+    }
+
+    fn open(&self) -> Nvme {
+        let image = clone(&self.lent);
+        let (Some(faults), Some(watch)) = (self.faults, self.memory.watch.clone()) else {
+            return Nvme::with_image("disk0", &self.config, image).unwrap();
+        };
+        let depth = IO_SLOTS + RESERVED_SLOTS;
+        let faults = Faults {
+            seed: faults.seed ^ u64::from(self.kills) << 32,
+            ..faults
+        };
+        let block = BlockQueue::faulty(image.file, faults, watch, depth);
+        let medium = (image.size, image.punches_holes);
+        Nvme::with_block("disk0", &self.config, block, medium).unwrap()
+    }
+
+    /// Starts another controller in place of one that was killed.
+    pub fn restart(&mut self) {
+        crash::after(None);
+        self.kills += 1;
+        self.irq.line = false;
+        self.nvme = self.open();
+        if let Some(watch) = &self.memory.watch {
+            watch.restarted(&self.posted());
+        }
+        let state = self.state.clone().unwrap();
+        self.nvme.set_state(state, true).unwrap();
+        crash::after(match self.faults {
+            // Else a process might never get as far as the next.
+            Some(_) => self.kill_every.take(),
+            None => self.kill_every,
+        });
+    }
+
+    /// The completions that the guest can see, and has not taken.
+    fn posted(&self) -> Vec<Id> {
+        let mut posted = Vec::new();
+        for pair in &self.pairs {
+            let mut pair = *pair;
+            while let Some(cqe) = self.look(&mut pair) {
+                posted.push((cqe.sq_id, cqe.id));
+            }
+        }
+        posted
+    }
+}

@@ -1,0 +1,195 @@
+//! Models that are lent to another host: the controller runs there, next to the guest.
+//!
+//! The connection of the lease carries operations on the model's medium. A model without one has a medium
+//! of 0 bytes: its connection carries none, and says that the lease still holds.
+
+use std::{
+    io,
+    os::fd::BorrowedFd,
+    time::{Duration, Instant},
+};
+
+use farside_fabric::memory::HostSlice;
+use farside_pci::Description;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Bus, Device,
+    dma_test::DmaTest,
+    nvme::{BlockQueue, Config, ConfigError, Nvme, RemoteMedium},
+};
+
+/// Time between two looks at the connection of a device that is never idle: less than
+/// [`Link::TICK`](farside_medium::Link::TICK).
+const LOOK: Duration = Duration::from_millis(200);
+
+/// A model, as the lender of its medium describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Model {
+    /// A DMA test device, which has no medium.
+    DmaTest(NoMedium),
+    /// An NVMe controller.
+    Nvme(Config),
+}
+
+/// A model without a medium, by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NoMedium {
+    /// The DMA test device.
+    DmaTest,
+}
+
+/// Why the controller of a lent model cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum RemoteError {
+    /// Its configuration is invalid.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The system is out of descriptors.
+    #[error("cannot watch the connection of a lease")]
+    System(#[source] io::Error),
+}
+
+impl Model {
+    /// The controller of the device `id`, for a medium that has so many bytes and may read as zeroes where
+    /// it is deallocated.
+    ///
+    /// # Errors
+    /// The configuration is invalid, or the system is out of descriptors.
+    pub fn controller(
+        &self,
+        id: &str,
+        medium: RemoteMedium,
+        size: (u64, bool),
+    ) -> Result<Box<dyn Device>, RemoteError> {
+        Ok(match self {
+            Self::Nvme(config) => Box::new(Nvme::with_remote(id, config, medium, size)?),
+            Self::DmaTest(NoMedium::DmaTest) => {
+                Box::new(WithoutMedium::new(DmaTest::new(), medium).map_err(RemoteError::System)?)
+            }
+        })
+    }
+}
+
+/// A model that has neither a medium nor a descriptor of its own, under a lease of another host. While
+/// the lender is out of reach it does no DMA, as a model does none that waits for its medium. Given up, it
+/// does none until the guest has released it.
+struct WithoutMedium<D> {
+    device: D,
+    /// No operation is ever started.
+    lease: BlockQueue,
+    looked: Instant,
+    /// Quiesced because the lender is out of reach.
+    held: bool,
+    /// Quiesced by the owner.
+    quiesced: bool,
+}
+
+impl<D: Device> WithoutMedium<D> {
+    fn new(device: D, lease: RemoteMedium) -> io::Result<Self> {
+        debug_assert!(device.wake_fd().is_none());
+        Ok(Self {
+            device,
+            lease: BlockQueue::remote(lease, 1)?,
+            looked: Instant::now(),
+            held: false,
+            quiesced: false,
+        })
+    }
+
+    /// Looks at the connection. Returns whether there is more to see at once.
+    fn look(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.looked = Instant::now();
+        let busy = self.lease.is_busy();
+        self.hold(bus);
+        busy
+    }
+
+    /// Holds the device while the lender is out of reach.
+    fn hold(&mut self, bus: &mut Bus<'_>) {
+        let away = !self.lease.is_connected();
+        if away == self.held {
+            return;
+        }
+        self.held = away;
+        match (away, self.quiesced) {
+            (true, _) => {
+                self.device.quiesce(bus);
+            }
+            (false, false) => self.device.resume(bus),
+            (false, true) => {}
+        }
+    }
+}
+
+impl<D: Device> Device for WithoutMedium<D> {
+    fn description(&self) -> &Description {
+        self.device.description()
+    }
+
+    fn bar_read(&mut self, bar: u8, offset: u64, data: &mut [u8], bus: &mut Bus<'_>) {
+        self.device.bar_read(bar, offset, data, bus);
+    }
+
+    fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8], bus: &mut Bus<'_>) {
+        // After a reset, which has resumed the device.
+        self.hold(bus);
+        self.device.bar_write(bar, offset, data, bus);
+    }
+
+    fn set_bar_memory(&mut self, bar: u8, area: usize, memory: Option<HostSlice>) {
+        self.device.set_bar_memory(bar, area, memory);
+    }
+
+    fn poll(&mut self, bus: &mut Bus<'_>) -> bool {
+        if self.looked.elapsed() >= LOOK {
+            self.look(bus);
+        } else {
+            self.hold(bus);
+        }
+        self.device.poll(bus)
+    }
+
+    fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
+        let busy = self.look(bus);
+        self.device.enable_notifications(bus) && !busy
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.lease.wake_fd())
+    }
+
+    fn quiesce(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.quiesced = true;
+        self.device.quiesce(bus)
+    }
+
+    fn resume(&mut self, bus: &mut Bus<'_>) {
+        self.quiesced = false;
+        if !self.held {
+            self.device.resume(bus);
+        }
+    }
+
+    fn problem(&self) -> Option<&str> {
+        self.device.problem()
+    }
+
+    fn in_flight(&self) -> Option<(u64, u64)> {
+        self.device.in_flight()
+    }
+
+    fn stats(&self) -> Vec<(&'static str, u64)> {
+        self.device.stats()
+    }
+
+    fn reset(&mut self) {
+        self.device.reset();
+        (self.held, self.quiesced) = (false, false);
+    }
+}
+
+#[cfg(test)]
+mod tests;
