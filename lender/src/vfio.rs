@@ -52,6 +52,7 @@ use crate::{
     source::{Available, BorrowerMemory, DeviceSource, Leased, NotLeased, Report},
 };
 pub use bind::{bind, release};
+pub(crate) use config_space::{ConfigAccess, ForwardedRegisters};
 use dma_path::adapter;
 pub(crate) use faults::FaultWatch;
 pub use find::BindError;

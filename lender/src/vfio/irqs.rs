@@ -21,6 +21,7 @@ use farside_pci::{Bdf, Description};
 use farside_vfio::Function;
 use rustix::event::{Timespec, epoll};
 
+use super::config_space::ConfigAccess;
 use crate::{
     refusals::{internal, invalid_irqs},
     source::Irqs,
@@ -34,18 +35,12 @@ const COMMAND_HIGH: u64 = COMMAND as u64 + 1;
 const READY: usize = 64;
 
 /// What raises the interrupts: a function, or a server that has one.
-pub(crate) trait Raises: Send + Sync {
+pub(crate) trait Raises: ConfigAccess + Send + Sync {
     /// The interrupts that it raises.
     fn counts(&self) -> IrqCounts;
 
     /// Sets targets or masks.
     fn set_irqs(&self, request: &SetIrqs) -> Result<(), RemoteError>;
-
-    /// Reads configuration space.
-    fn config_read(&self, offset: u64, data: &mut [u8]) -> Result<(), RemoteError>;
-
-    /// Writes configuration space.
-    fn config_write(&self, offset: u64, data: &[u8]) -> Result<(), RemoteError>;
 }
 
 impl Raises for Function {
@@ -55,14 +50,6 @@ impl Raises for Function {
 
     fn set_irqs(&self, request: &SetIrqs) -> Result<(), RemoteError> {
         Function::set_irqs(self, request).map_err(internal)
-    }
-
-    fn config_read(&self, offset: u64, data: &mut [u8]) -> Result<(), RemoteError> {
-        Function::config_read(self, offset, data).map_err(internal)
-    }
-
-    fn config_write(&self, offset: u64, data: &[u8]) -> Result<(), RemoteError> {
-        Function::config_write(self, offset, data).map_err(internal)
     }
 }
 

@@ -14,7 +14,7 @@ use farside_fabric::{
     memory::{HostSlice, SharedMemory},
 };
 use farside_lender_protocol::{BarMemory, RemoteError};
-use farside_pci::regs::COMMAND_MASTER;
+use farside_pci::{Piece, regs::COMMAND_MASTER};
 use farside_vfio::{Composition, Mapper};
 use rustix::event::epoll;
 
@@ -22,13 +22,14 @@ use super::{Files, Server};
 use crate::{
     refusals::{internal, refused},
     source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
-    vfio::FunctionIrqs,
+    vfio::{ForwardedRegisters, FunctionIrqs},
 };
 
 /// A lent device.
 pub(super) struct LeasedServer {
     path: Composition<ServerMapper>,
     irqs: FunctionIrqs<Server>,
+    registers: ForwardedRegisters<Server>,
     /// Readable when the server or a relayed interrupt is there.
     wake: OwnedFd,
     server: Arc<Server>,
@@ -46,9 +47,10 @@ impl LeasedServer {
         let begun = opened.and_then(|(server, files)| {
             let irqs = FunctionIrqs::new(&description, Arc::clone(&server))?;
             let wake = either(server.socket(), irqs.wake_fd()).map_err(internal)?;
-            Ok((server, files, irqs, wake))
+            let registers = ForwardedRegisters::new(&description, Arc::clone(&server))?;
+            Ok((server, files, irqs, registers, wake))
         });
-        let (server, given, irqs, wake) = match begun {
+        let (server, given, irqs, registers, wake) = match begun {
             Ok(begun) => begun,
             Err(error) => {
                 return Err(NotLeased {
@@ -77,6 +79,7 @@ impl LeasedServer {
                 files: Vec::new(),
             }),
             irqs,
+            registers,
             wake,
             server,
             owner,
@@ -158,6 +161,14 @@ impl LeasedDevice for LeasedServer {
         self.server.write(bar.into(), offset, data);
     }
 
+    fn config_read(&mut self, piece: Piece) -> Option<u32> {
+        self.registers.read(piece)
+    }
+
+    fn config_write(&mut self, piece: Piece, value: u32) -> bool {
+        self.registers.write(piece, value)
+    }
+
     fn irqs(&mut self) -> &mut dyn Irqs {
         &mut self.irqs
     }
@@ -199,7 +210,9 @@ impl LeasedDevice for LeasedServer {
     }
 
     fn reset(&mut self) -> Result<(), RemoteError> {
-        self.server.reset()
+        self.server.reset()?;
+        self.registers.restore();
+        Ok(())
     }
 
     fn revoke(&mut self, _patience: Duration) -> Result<(), RemoteError> {
@@ -212,16 +225,18 @@ impl LeasedDevice for LeasedServer {
         let Self {
             path,
             irqs,
+            registers,
             server,
             owner,
             ..
         } = *self;
         drop((path, irqs));
         // One that is gone has nothing to reset: its next connection begins with a reset.
-        if !server.has_ended()
-            && let Err(error) = server.reset()
-        {
-            log::warn!("{}: {error}", server.path().display());
+        if !server.has_ended() {
+            match server.reset() {
+                Ok(()) => registers.restore(),
+                Err(error) => log::warn!("{}: {error}", server.path().display()),
+            }
         }
         owner
     }

@@ -16,7 +16,10 @@ use farside_pci::regs::{COMMAND, COMMAND_MASTER, COMMAND_MEMORY};
 use farside_vfio_user_client::{CONFIG_REGION, Client, ClientError, Memory};
 
 use super::{Device, Files, lost};
-use crate::{refusals::failed, vfio::Raises};
+use crate::{
+    refusals::failed,
+    vfio::{ConfigAccess, Raises},
+};
 
 /// A server, whose device is reset. Calls come from the device's thread.
 pub(super) struct Server {
@@ -242,6 +245,12 @@ impl Raises for Server {
     fn set_irqs(&self, request: &SetIrqs) -> Result<(), RemoteError> {
         self.with(|client, _| client.set_irqs(request))
             .map_err(|error| lost(&error))
+    }
+}
+
+impl ConfigAccess for Server {
+    fn place(&self) -> String {
+        self.path.display().to_string()
     }
 
     fn config_read(&self, offset: u64, data: &mut [u8]) -> Result<(), RemoteError> {

@@ -53,7 +53,7 @@ pub(crate) struct WorkerDevice {
 enum Kind {
     Model(Box<ModelKind>),
     Function(VfioDevice),
-    Server(ServerDevice),
+    Server(Box<ServerDevice>),
 }
 
 struct ModelKind {
@@ -118,7 +118,7 @@ impl WorkerDevice {
 
     /// The device of a vfio-user server.
     pub(crate) fn server(id: &DeviceId, server: ServerDevice, workers: Workers) -> Self {
-        Self::new(id, Kind::Server(server), workers, None)
+        Self::new(id, Kind::Server(Box::new(server)), workers, None)
     }
 
     fn new(id: &DeviceId, device: Kind, workers: Workers, adopted: Option<Adopted>) -> Self {
