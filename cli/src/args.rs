@@ -114,7 +114,7 @@ pub(crate) enum Verb {
 /// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases. At SIGUSR1 it leaves
 /// those of VMs on this host to the next lender at the same --socket. With --add or --remove, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
 #[derive(Debug, ClapArgs)]
-#[command(group(ArgGroup::new("device").args(["nvme", "virtio_blk", "dma_test", "vfio"]).multiple(true)))]
+#[command(group(ArgGroup::new("device").args(["nvme", "virtio_blk", "dma_test", "vfio", "vfio_user"]).multiple(true)))]
 pub(crate) struct Lend {
     /// Configuration file (TOML); flags add to it.
     #[arg(long, value_name = "FILE")]
@@ -151,6 +151,9 @@ pub(crate) struct Lend {
     /// or `vfs-of:BDF`.
     #[arg(long, value_name = "ID=FUNCTION", value_parser = parse_function)]
     pub(crate) vfio: Vec<(DeviceId, Filter)>,
+    /// Lend the device of another vfio-user server of this host, by its socket.
+    #[arg(long, value_name = "ID=SOCKET", value_parser = parse_server)]
+    pub(crate) vfio_user: Vec<(DeviceId, PathBuf)>,
     /// This host's NTB endpoint, through which physical devices are lent to the
     /// peer host, too.
     #[arg(long, value_name = "BDF")]
@@ -383,6 +386,15 @@ fn parse_function(text: &str) -> Result<(DeviceId, Filter), String> {
             Ok((parse_id(id)?, function.map_err(|error| error.to_string())?))
         }
         _ => Err("give a device id and a function, as in disk0=0000:03:00.0".into()),
+    }
+}
+
+fn parse_server(text: &str) -> Result<(DeviceId, PathBuf), String> {
+    match text.split_once('=') {
+        Some((id, socket)) if !id.is_empty() && !socket.is_empty() => {
+            Ok((parse_id(id)?, socket.into()))
+        }
+        _ => Err("give a device id and a socket, as in gpio0=/run/gpio/socket".into()),
     }
 }
 

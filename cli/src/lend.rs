@@ -8,7 +8,8 @@ use farside_fabric::VmShare;
 use farside_lender::{
     Lender,
     config::{
-        Config, DeviceConfig, Model, NtbConfig, Program, RomConfig, Source, VfioConfig, VfsConfig,
+        Config, DeviceConfig, Model, NtbConfig, Program, RomConfig, Source, VfioConfig,
+        VfioUserConfig, VfsConfig,
     },
     run_keeper, run_worker,
 };
@@ -68,8 +69,13 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         }),
         borrowers: borrowers.clone(),
     });
-    let disks = nvme.chain(virtio_blk);
-    config.device.extend(disks.chain(dma_test).chain(vfio));
+    let servers = args.vfio_user.into_iter().map(|(id, socket)| DeviceConfig {
+        id,
+        source: Source::VfioUser(VfioUserConfig { socket }),
+        borrowers: borrowers.clone(),
+    });
+    let models = nvme.chain(virtio_blk).chain(dma_test);
+    config.device.extend(models.chain(vfio).chain(servers));
     if let Some(function) = args.ntb {
         let per_vm = config.ntb.map_or(VmShare::ALL, |ntb| ntb.per_vm);
         config.ntb = Some(NtbConfig { function, per_vm });
@@ -143,18 +149,18 @@ fn added(args: &Lend) -> anyhow::Result<Vec<Table>> {
     let mut tables = args.config.as_deref().map_or(Ok(Vec::new()), tables_of)?;
     let nvme = args.nvme.iter().map(|disk| ("nvme", disk));
     let virtio_blk = args.virtio_blk.iter().map(|disk| ("virtio-blk", disk));
-    for (model, disk) in nvme.chain(virtio_blk) {
-        let image = std::path::absolute(&disk.image)?;
-        let image = image.into_os_string().into_string();
-        let image = image
-            .map_err(|image| anyhow::anyhow!("the path of the image is not UTF-8: {image:?}"))?;
+    for (kind, disk) in nvme.chain(virtio_blk) {
         let mut options = Table::new();
-        options.insert("image".into(), image.into());
+        options.insert("image".into(), absolute(&disk.image)?);
         options.insert("read-only".into(), disk.read_only.into());
-        tables.push(table(&disk.id, model, options, args));
+        tables.push(model(&disk.id, kind, options, args));
     }
     for id in &args.dma_test {
-        tables.push(table(id, "dma-test", Table::new(), args));
+        tables.push(model(id, "dma-test", Table::new(), args));
+    }
+    for (id, socket) in &args.vfio_user {
+        let server = Table::from_iter([("socket".to_owned(), absolute(socket)?)]);
+        tables.push(table(id, "vfio-user", server, args));
     }
     ensure!(
         !tables.is_empty(),
@@ -163,12 +169,23 @@ fn added(args: &Lend) -> anyhow::Result<Vec<Table>> {
     Ok(tables)
 }
 
-fn table(id: &DeviceId, model: &str, options: Table, args: &Lend) -> Table {
-    let rules = args.borrowers.iter().map(|(rule, _)| rule.clone().into());
+/// A path as the lender sees it, whose working directory is another.
+fn absolute(path: &Path) -> anyhow::Result<Value> {
+    let path = std::path::absolute(path)?.into_os_string().into_string();
+    path.map(Value::String)
+        .map_err(|path| anyhow::anyhow!("the path is not UTF-8: {path:?}"))
+}
+
+fn model(id: &DeviceId, model: &str, options: Table, args: &Lend) -> Table {
     let model = Table::from_iter([(model.to_owned(), Value::Table(options))]);
+    table(id, "model", model, args)
+}
+
+fn table(id: &DeviceId, source: &str, options: Table, args: &Lend) -> Table {
+    let rules = args.borrowers.iter().map(|(rule, _)| rule.clone().into());
     Table::from_iter([
         ("id".to_owned(), Value::String(id.to_string())),
-        ("model".to_owned(), Value::Table(model)),
+        (source.to_owned(), Value::Table(options)),
         ("borrowers".to_owned(), Value::Array(rules.collect())),
     ])
 }

@@ -20,8 +20,12 @@
 //!     [[device]]
 //!     id = "disk1"
 //!     vfio = { function = "0000:03:00.0" }
+//!
+//!     [[device]]
+//!     id = "gpio0"
+//!     vfio-user = { socket = "/run/gpio/socket" }
 //! "#).unwrap();
-//! assert_eq!(config.device.len(), 4);
+//! assert_eq!(config.device.len(), 5);
 //! ```
 
 use std::path::{Path, PathBuf};
@@ -136,6 +140,8 @@ pub enum Source {
     Model(Model),
     /// A function of this host, through Linux VFIO.
     Vfio(VfioConfig),
+    /// The device of another vfio-user server of this host.
+    VfioUser(VfioUserConfig),
 }
 
 impl From<Model> for Source {
@@ -145,11 +151,12 @@ impl From<Model> for Source {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct RawDevice {
     id: DeviceId,
     model: Option<Model>,
     vfio: Option<VfioConfig>,
+    vfio_user: Option<VfioUserConfig>,
     #[serde(default)]
     borrowers: Vec<Borrower>,
 }
@@ -162,14 +169,16 @@ impl TryFrom<RawDevice> for DeviceConfig {
             id,
             model,
             vfio,
+            vfio_user,
             borrowers,
         } = raw;
-        let source = match (model, vfio) {
-            (Some(model), None) => Source::Model(model),
-            (None, Some(vfio)) => Source::Vfio(vfio),
+        let source = match (model, vfio, vfio_user) {
+            (Some(model), None, None) => Source::Model(model),
+            (None, Some(vfio), None) => Source::Vfio(vfio),
+            (None, None, Some(server)) => Source::VfioUser(server),
             _ => {
                 return Err(format!(
-                    "device {id:?} must have one source, `model` or `vfio`"
+                    "device {id:?} must have one source, `model`, `vfio` or `vfio-user`"
                 ));
             }
         };
@@ -228,6 +237,14 @@ impl From<RawRom> for RomConfig {
             RawRom::File(path) => Self::File(path),
         }
     }
+}
+
+/// Another vfio-user server of this host.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VfioUserConfig {
+    /// Its socket. The server runs before the lender does.
+    pub socket: PathBuf,
 }
 
 /// Virtual functions to create.
@@ -437,7 +454,7 @@ mod tests {
             let config: Config = toml::from_str(&text).unwrap();
             match &config.device[0].source {
                 Source::Model(model) => open(model).unwrap(),
-                Source::Vfio(_) => unreachable!(),
+                Source::Vfio(_) | Source::VfioUser(_) => unreachable!(),
             }
         }
     }

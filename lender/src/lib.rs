@@ -8,7 +8,7 @@
 //! - `worker`: a process for each lease of a software model, with a device thread of its own.
 //!   `keeper`: what of them outlives this process.
 //! - [`near`]: a controller in the borrower's process, for a medium in another host.
-//! - `source`: the interface to a device, available or leased; `model` and `vfio` implement it.
+//! - `source`: the interface to a device, available or leased; `model`, `vfio` and `vfio_user` implement it.
 //! - `listening`: the UNIX socket and the TCP ports; `tokens`: tokens that identify the register
 //!   channels of other hosts.
 //! - `connection`: a peer without a lease; `requests`: its requests. With a lease, the connection
@@ -45,6 +45,7 @@ mod server;
 mod source;
 mod tokens;
 mod vfio;
+mod vfio_user;
 mod worker;
 
 pub use farside_devices::nvme::STATE_FORMAT;

@@ -14,7 +14,7 @@ use std::{
 use farside_daemon::{DeviceId, VmName};
 use farside_devices::{Bus, Device};
 use farside_fabric::{
-    FaultSummary, LenderPath, MAX_MAPPINGS, PeerAddress, fits,
+    FaultSummary, LenderPath, MAX_MAPPINGS, MemoryRange, PeerAddress, fits,
     memory::SharedMemory,
     soft::{Adapter, Path},
 };
@@ -234,7 +234,12 @@ impl LeasedDevice for LeasedModel {
         &mut self.path
     }
 
-    fn map_peer(&mut self, at: PeerAddress, memory: Arc<SharedMemory>) -> Result<(), RemoteError> {
+    fn map_peer(
+        &mut self,
+        at: PeerAddress,
+        _range: &MemoryRange,
+        memory: Arc<SharedMemory>,
+    ) -> Result<(), RemoteError> {
         self.path.map_shared(at, memory).map_err(refused)
     }
 
@@ -251,6 +256,10 @@ impl LeasedDevice for LeasedModel {
         };
         self.resume();
         unmapped.map_err(refused)
+    }
+
+    fn is_gone(&self) -> bool {
+        false
     }
 
     fn poll(&mut self) -> bool {

@@ -10,11 +10,12 @@ use farside_ntb::HostEndpoint;
 use farside_vfio::SecondHandle;
 
 use crate::{
-    config::{Borrower, Config, Model, Source},
+    config::{Borrower, Config, Model, Source, VfioUserConfig},
     device_loop::Lendable,
     model::ModelDevice,
     server::StartError,
     vfio::{self, FaultWatch, VfioDevice},
+    vfio_user::{ServerDevice, ServerError},
     worker::{ANOTHER_KIND, Adopted, WorkerDevice, Workers},
 };
 
@@ -63,6 +64,19 @@ pub(crate) fn open(
                 device: model.map_err(|source| StartError::Device {
                     id: device.id.clone(),
                     source,
+                })?,
+                borrowers: device.borrowers.clone(),
+            });
+        }
+    }
+    for device in &config.device {
+        if let Source::VfioUser(server) = &device.source {
+            let lendable = open_server(&device.id, server, workers);
+            devices.push(OpenedDevice {
+                id: device.id.clone(),
+                device: lendable.map_err(|source| StartError::Device {
+                    id: device.id.clone(),
+                    source: source.into(),
                 })?,
                 borrowers: device.borrowers.clone(),
             });
@@ -145,6 +159,22 @@ pub(crate) fn open(
 fn take(adopted: &mut Vec<Adopted>, id: &DeviceId) -> Option<Adopted> {
     let found = adopted.iter().position(|it| it.lease.device == *id);
     found.map(|n| adopted.swap_remove(n))
+}
+
+/// Connects to a vfio-user server.
+pub(crate) fn open_server(
+    id: &DeviceId,
+    server: &VfioUserConfig,
+    workers: Option<&Workers>,
+) -> Result<Lendable, ServerError> {
+    let device = ServerDevice::open(&server.socket)?;
+    Ok(match workers {
+        Some(workers) => {
+            let device = WorkerDevice::server(id, device, workers.clone());
+            Lendable::InWorker(Box::new(device))
+        }
+        None => Lendable::Here(Box::new(device)),
+    })
 }
 
 /// Opens a software model.

@@ -11,7 +11,7 @@ use std::{
 
 use farside_daemon::VmName;
 use farside_fabric::{
-    FaultLog, FaultSummary, LenderPath, PeerAddress, Usage, memory::SharedMemory,
+    FaultLog, FaultSummary, LenderPath, MemoryRange, PeerAddress, Usage, memory::SharedMemory,
 };
 use farside_irq_relay::{Relay, VectorCount};
 use farside_lender_protocol::{
@@ -161,12 +161,20 @@ pub(crate) trait LeasedDevice: Send {
     /// a window is closed.
     fn path(&mut self) -> &mut dyn LenderPath;
 
-    /// See [`farside_lender_protocol::Request::MapPeer`].
-    fn map_peer(&mut self, at: PeerAddress, memory: Arc<SharedMemory>) -> Result<(), RemoteError>;
+    /// See [`farside_lender_protocol::Request::MapPeer`]. `memory` is `range`, mapped into this process.
+    fn map_peer(
+        &mut self,
+        at: PeerAddress,
+        range: &MemoryRange,
+        memory: Arc<SharedMemory>,
+    ) -> Result<(), RemoteError>;
 
     /// See [`farside_lender_protocol::Request::UnmapPeer`]. Drains DMA to that
     /// memory first.
     fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), RemoteError>;
+
+    /// Whether the device is gone for good: the lease ends.
+    fn is_gone(&self) -> bool;
 
     /// Processes pending work; returns whether there was any.
     fn poll(&mut self) -> bool;

@@ -52,11 +52,13 @@ use crate::{
     source::{Available, BorrowerMemory, DeviceSource, Leased, NotLeased, Report},
 };
 pub use bind::{bind, release};
+pub(crate) use config_space::{ConfigAccess, ForwardedRegisters};
 use dma_path::adapter;
 pub(crate) use faults::FaultWatch;
 pub use find::BindError;
 pub(crate) use find::{Found, api, create_vfs, find};
 pub(crate) use in_worker::{FunctionConfig, WorkerFunction};
+pub(crate) use irqs::{FunctionIrqs, Raises};
 use leased::{LeasedFunction, Opened, Owner, open_clean};
 use rom::Rom;
 

@@ -1,28 +1,28 @@
-//! Builds a physical function's description from VFIO's information.
+//! Builds a function's description from VFIO's information.
+
+use std::fmt;
 
 use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex};
 use farside_pci::regs::*;
-use farside_pci::{Bar, BarKind, Bdf, ConfigImage, Description, SparseMmapArea};
-use vfio_bindings::bindings::vfio::{VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_INFO_FLAG_MMAP};
-
-use crate::VfioError;
+use farside_pci::{Bar, BarKind, ConfigImage, Description, SparseMmapArea};
+use vfio_bindings::bindings::vfio::VFIO_PCI_CONFIG_REGION_INDEX;
 
 /// VFIO's information about a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Region {
-    /// `VFIO_REGION_INFO_FLAG_*`.
-    pub(crate) flags: u32,
+pub struct Region {
+    /// Whether it can be mapped.
+    pub can_map: bool,
     /// Bytes; 0 when there is no such region.
-    pub(crate) size: u64,
-    /// Its offset in the function's descriptor.
-    pub(crate) file_offset: u64,
+    pub size: u64,
+    /// Its offset in the descriptor that it is mapped from.
+    pub file_offset: u64,
     /// The only areas that can be mapped, as (offset, bytes), if not all can.
-    pub(crate) sparse: Option<Vec<(u64, u64)>>,
+    pub sparse: Option<Vec<(u64, u64)>>,
 }
 
 /// Bytes of configuration space: 256 or 4096.
-pub(crate) fn config_size(regions: &[Region]) -> usize {
+pub fn config_size(regions: &[Region]) -> usize {
     let region = regions.get(VFIO_PCI_CONFIG_REGION_INDEX as usize);
     match region.map_or(0, |region| region.size) {
         4096.. => CFG_SPACE_EXP_SIZE,
@@ -30,23 +30,25 @@ pub(crate) fn config_size(regions: &[Region]) -> usize {
     }
 }
 
-/// Builds the description from the function's current configuration space.
-pub(crate) fn describe(
-    bdf: Bdf,
+/// Builds the description of the function at `place` from its current configuration space.
+///
+/// # Errors
+/// Why it cannot be lent.
+pub fn describe(
+    place: impl fmt::Display,
     config: Vec<u8>,
     regions: &[Region],
     counts: IrqCounts,
-) -> Result<Description, VfioError> {
-    let unsupported = |problem: String| VfioError::Unsupported { bdf, problem };
+) -> Result<Description, String> {
     let mut image = ConfigImage::from(config);
     let header = image.u8(HEADER_TYPE) & HEADER_TYPE_MASK;
     if header != 0 {
-        return Err(unsupported(format!(
+        return Err(format!(
             "it is a bridge (header type {header:#x}), and only endpoints are lent"
-        )));
+        ));
     }
     let summary = format!(
-        "{:04x}:{:04x} {} at {bdf}",
+        "{:04x}:{:04x} {} at {place}",
         image.u16(VENDOR_ID),
         image.u16(DEVICE_ID),
         class_text(image.u32(CLASS_REVISION) >> 8)
@@ -62,9 +64,7 @@ pub(crate) fn describe(
         let size = regions.get(bar).map_or(0, |region| region.size);
         if size != 0 {
             if !size.is_power_of_two() {
-                return Err(unsupported(format!(
-                    "BAR {bar} of {size:#x} bytes is no power of two"
-                )));
+                return Err(format!("BAR {bar} of {size:#x} bytes is no power of two"));
             }
             let mine = traps.iter().flatten();
             let mine = mine.filter(|&&(of, ..)| usize::from(of) == bar);
@@ -97,7 +97,7 @@ pub(crate) fn describe(
 /// The page-aligned areas of a BAR that the guest may access without a trap: those that the kernel
 /// allows to be mapped, without pages that `traps` (as (offset, bytes)) touch.
 fn mappable(region: &Region, traps: &[(u64, u64)]) -> Vec<SparseMmapArea> {
-    if region.flags & VFIO_REGION_INFO_FLAG_MMAP == 0 || region.size < PAGE_SIZE {
+    if !region.can_map || region.size < PAGE_SIZE {
         return Vec::new();
     }
     let areas = match &region.sparse {

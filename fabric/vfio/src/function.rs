@@ -15,7 +15,6 @@ use farside_pci::regs::{COMMAND, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY};
 use farside_pci::{Bdf, Description, rom};
 use vfio_bindings::bindings::vfio::{
     VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_ROM_REGION_INDEX,
-    VFIO_REGION_INFO_FLAG_MMAP,
 };
 
 use crate::description::{self, Region};
@@ -88,7 +87,9 @@ impl Function {
     pub fn description(&self) -> Result<Description, VfioError> {
         let mut config = vec![0; description::config_size(&self.regions)];
         self.config_read(0, &mut config)?;
-        description::describe(self.bdf(), config, &self.regions, self.counts)
+        let bdf = self.bdf();
+        description::describe(bdf, config, &self.regions, self.counts)
+            .map_err(|problem| VfioError::Unsupported { bdf, problem })
     }
 
     /// Reads configuration space through VFIO, which fills in a VF's ids and virtualizes BARs and
@@ -326,7 +327,7 @@ impl Function {
             len,
             source: io::Error::new(io::ErrorKind::InvalidInput, text.to_owned()),
         };
-        if region.flags & VFIO_REGION_INFO_FLAG_MMAP == 0 {
+        if !region.can_map {
             return Err(refused(
                 "the kernel does not let it be mapped (it is I/O space, or shares its page with \
                  other registers)",

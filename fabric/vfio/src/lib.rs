@@ -45,6 +45,7 @@ mod second_handle;
 mod usable;
 
 pub use api::Api;
+pub use description::{Region, config_size, describe};
 pub use domain::{Domain, DomainUsage};
 pub use error::VfioError;
 pub use function::{Function, check_free, nodes};

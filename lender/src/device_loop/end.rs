@@ -42,6 +42,8 @@ pub(super) enum End {
     HandedOver,
     /// The guest did not release the revoked device in time.
     Revoked,
+    /// The device has gone.
+    Gone,
     Stopped,
 }
 
@@ -87,6 +89,7 @@ pub(super) fn take_back(
         }
         End::HandedOver => "revoked: the VM is moving to another host".to_owned(),
         End::Revoked => "revoked: the guest did not release it in time".to_owned(),
+        End::Gone => "lost: the device is gone".to_owned(),
         End::Stopped if goes_on => "kept for its VM: the lender stops".to_owned(),
         End::Stopped => "revoked: the lender stops".to_owned(),
     };
@@ -98,9 +101,11 @@ pub(super) fn take_back(
     owner.home.line(Line::Ended, &line);
     let how = match end {
         End::Revoked | End::HandedOver | End::Stopped => Revocation::Ended,
-        End::Returned | End::PeerGone(_) | End::NoRegisters | End::LostAccesses { .. } => {
-            Revocation::Released
-        }
+        End::Returned
+        | End::PeerGone(_)
+        | End::NoRegisters
+        | End::LostAccesses { .. }
+        | End::Gone => Revocation::Released,
     };
     let how = match goes_on {
         true => Release::Cut,

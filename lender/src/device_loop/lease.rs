@@ -239,6 +239,9 @@ impl<'a> LeaseLoop<'a> {
     /// Waits for events, up to `limit`, and handles them. Returns whether there were any.
     fn wait(&mut self, limit: Option<Duration>) -> Result<bool, End> {
         self.owner.publish_problem(self.device.source().problem());
+        if self.device.is_gone() {
+            return Err(End::Gone);
+        }
         let revoked = self.request_release()?;
         let must_ask = self.owner.revocation(self.generation);
         let must_ask = must_ask.is_some_and(|revoke| !revoke.asked);
@@ -523,14 +526,14 @@ impl<'a> LeaseLoop<'a> {
                     };
                     invalid(format!("MapPeer of {peer_address} came without a descriptor{hint}"))
                 })?;
-                let memory = MemoryRange {
+                let range = MemoryRange {
                     file: Arc::new(file.into()),
                     offset,
                     len,
                     writable,
                 };
-                let memory = self.memory.map(&memory).map_err(refused)?;
-                device.map_peer(peer_address, memory)?;
+                let memory = self.memory.map(&range).map_err(refused)?;
+                device.map_peer(peer_address, &range, memory)?;
             }
             Request::UnmapPeer { peer_address, len } => device.unmap_peer(peer_address, len)?,
             Request::OpenWindow {

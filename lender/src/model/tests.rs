@@ -133,7 +133,7 @@ impl Stage {
         };
         let memory = self.files.map(&part).unwrap();
         let at = PeerAddress::new(FAR + at * PAGE);
-        self.model.map_peer(at, memory).unwrap();
+        self.model.map_peer(at, &part, memory).unwrap();
     }
 
     fn unmap(&mut self, at: u64) -> Result<(), RemoteError> {

@@ -12,7 +12,8 @@ use std::{
 use farside_daemon::VmName;
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{
-    BusAddress, FabricError, Iova, LenderPath, PeerAddress, Usage, WindowUse, memory::SharedMemory,
+    BusAddress, FabricError, Iova, LenderPath, MemoryRange, PeerAddress, Usage, WindowUse,
+    memory::SharedMemory,
 };
 use farside_irq_relay::{IrqEvent, Relay};
 use farside_lender_protocol::{
@@ -184,6 +185,7 @@ impl LeasedDevice for Recorder {
     fn map_peer(
         &mut self,
         _at: PeerAddress,
+        _range: &MemoryRange,
         _memory: Arc<SharedMemory>,
     ) -> Result<(), RemoteError> {
         Err(invalid("nobody can have sent a file".into()))
@@ -191,6 +193,10 @@ impl LeasedDevice for Recorder {
 
     fn unmap_peer(&mut self, _at: PeerAddress, _len: u64) -> Result<(), RemoteError> {
         Ok(())
+    }
+
+    fn is_gone(&self) -> bool {
+        false
     }
 
     fn poll(&mut self) -> bool {

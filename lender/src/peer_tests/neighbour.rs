@@ -13,7 +13,7 @@ use std::{
 use farside_daemon::{VmName, Wakeup};
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{
-    LenderPath, NtbLimits, PeerAddress,
+    LenderPath, MemoryRange, NtbLimits, PeerAddress,
     memory::SharedMemory,
     soft::{Adapter, Path},
 };
@@ -177,12 +177,21 @@ impl LeasedDevice for Echo {
         &mut self.path
     }
 
-    fn map_peer(&mut self, _: PeerAddress, _: Arc<SharedMemory>) -> Result<(), RemoteError> {
+    fn map_peer(
+        &mut self,
+        _: PeerAddress,
+        _: &MemoryRange,
+        _: Arc<SharedMemory>,
+    ) -> Result<(), RemoteError> {
         Ok(())
     }
 
     fn unmap_peer(&mut self, _: PeerAddress, _: u64) -> Result<(), RemoteError> {
         Ok(())
+    }
+
+    fn is_gone(&self) -> bool {
+        false
     }
 
     fn poll(&mut self) -> bool {

@@ -19,7 +19,7 @@ use crate::{
     config::{Borrower, Config, DeviceConfig, Source},
     device_loop::{DeviceLoop, InLender, Lendable, Stopped},
     listening,
-    open::{OpenedDevice, open_model},
+    open::{OpenedDevice, open_model, open_server},
     refusals::{invalid, limit},
     registry::{Registry, Viewer},
     worker::Workers,
@@ -156,14 +156,6 @@ impl Devices {
             borrowers,
         } = toml::from_str(table)
             .map_err(|error| invalid(format!("the device is invalid: {error}")))?;
-        let model = match source {
-            Source::Model(model) => model,
-            Source::Vfio(_) => {
-                return Err(invalid(format!(
-                    "device {id}: functions of this host cannot be added to a running lender; add it to lender.toml and restart the lender"
-                )));
-            }
-        };
         for borrower in &borrowers {
             if let Borrower::User { uid, .. } = borrower
                 && !self.is_operator(*uid)
@@ -181,7 +173,17 @@ impl Devices {
                 "device {id}: this lender has one of that id; choose another"
             )));
         }
-        let mut device = open_model(&id, &model, &self.adapter, self.workers.as_ref(), None)
+        let workers = self.workers.as_ref();
+        let device = match &source {
+            Source::Model(model) => open_model(&id, model, &self.adapter, workers, None),
+            Source::VfioUser(server) => open_server(&id, server, workers).map_err(Into::into),
+            Source::Vfio(_) => {
+                return Err(invalid(format!(
+                    "device {id}: functions of this host cannot be added to a running lender; add it to lender.toml and restart the lender"
+                )));
+            }
+        };
+        let mut device = device
             .map_err(|error| invalid(format!("cannot lend device {id}: {}", Chain(&*error))))?;
         let summary = device.available().described().description.summary.clone();
         let opened = OpenedDevice {

@@ -2,36 +2,40 @@
 
 use std::sync::Arc;
 
-use farside_error_chain::Chain;
 use farside_lender_protocol::RemoteError;
-use farside_pci::{Bdf, Description, Forwarding, Piece};
-use farside_vfio::{Function, VfioError};
+use farside_pci::{Description, Forwarding, Piece};
+use farside_vfio::Function;
 
 use crate::refusals::internal;
 
-/// A function's configuration space, as VFIO has it.
-pub(super) trait ConfigAccess {
-    fn bdf(&self) -> Bdf;
-    fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), VfioError>;
-    fn write(&self, offset: u64, data: &[u8]) -> Result<(), VfioError>;
+/// The configuration space of a function, as VFIO or a vfio-user server has it.
+pub(crate) trait ConfigAccess {
+    /// Where the function is, for the log.
+    fn place(&self) -> String;
+
+    /// Reads configuration space.
+    fn config_read(&self, offset: u64, data: &mut [u8]) -> Result<(), RemoteError>;
+
+    /// Writes configuration space.
+    fn config_write(&self, offset: u64, data: &[u8]) -> Result<(), RemoteError>;
 }
 
 impl ConfigAccess for Function {
-    fn bdf(&self) -> Bdf {
-        self.bdf()
+    fn place(&self) -> String {
+        self.bdf().to_string()
     }
 
-    fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), VfioError> {
-        self.config_read(offset, data)
+    fn config_read(&self, offset: u64, data: &mut [u8]) -> Result<(), RemoteError> {
+        Function::config_read(self, offset, data).map_err(internal)
     }
 
-    fn write(&self, offset: u64, data: &[u8]) -> Result<(), VfioError> {
-        self.config_write(offset, data)
+    fn config_write(&self, offset: u64, data: &[u8]) -> Result<(), RemoteError> {
+        Function::config_write(self, offset, data).map_err(internal)
     }
 }
 
 /// The registers of a lent function that are its borrower's.
-pub(super) struct ForwardedRegisters<F: ConfigAccess = Function> {
+pub(crate) struct ForwardedRegisters<F: ConfigAccess = Function> {
     function: Arc<F>,
     forwarding: Forwarding,
     /// Settings of before the lease. VFIO keeps a borrower's over a reset.
@@ -40,22 +44,21 @@ pub(super) struct ForwardedRegisters<F: ConfigAccess = Function> {
 
 impl<F: ConfigAccess> ForwardedRegisters<F> {
     /// Of a function that has just been opened.
-    pub(super) fn new(description: &Description, function: Arc<F>) -> Result<Self, RemoteError> {
+    pub(crate) fn new(description: &Description, function: Arc<F>) -> Result<Self, RemoteError> {
         let forwarding = Forwarding::of(&description.config);
         let before = forwarding.settings().iter().map(|&piece| {
             let value = read(&*function, piece)?;
             Ok((piece, value))
         });
-        let before = before.collect::<Result<_, VfioError>>().map_err(internal)?;
         Ok(Self {
+            before: before.collect::<Result<_, RemoteError>>()?,
             function,
             forwarding,
-            before,
         })
     }
 
     /// The borrower's bits of a piece: `None` if there are none, all ones if the function does not answer.
-    pub(super) fn read(&self, piece: Piece) -> Option<u32> {
+    pub(crate) fn read(&self, piece: Piece) -> Option<u32> {
         let readable = self.forwarding.readable(piece)?;
         Some(match read(&*self.function, piece) {
             Ok(value) => value & readable,
@@ -67,7 +70,7 @@ impl<F: ConfigAccess> ForwardedRegisters<F> {
     }
 
     /// Writes the borrower's bits of a piece. Returns whether there are any.
-    pub(super) fn write(&self, piece: Piece, value: u32) -> bool {
+    pub(crate) fn write(&self, piece: Piece, value: u32) -> bool {
         if self.forwarding.writable(piece).is_none() {
             return false;
         }
@@ -78,7 +81,7 @@ impl<F: ConfigAccess> ForwardedRegisters<F> {
     }
 
     /// Sets the settings to those of before the lease.
-    pub(super) fn restore(&self) {
+    pub(crate) fn restore(&self) {
         for &(piece, value) in &self.before {
             if let Err(error) = self.try_write(piece, value) {
                 self.failed(&error);
@@ -86,7 +89,7 @@ impl<F: ConfigAccess> ForwardedRegisters<F> {
         }
     }
 
-    fn try_write(&self, piece: Piece, value: u32) -> Result<(), VfioError> {
+    fn try_write(&self, piece: Piece, value: u32) -> Result<(), RemoteError> {
         let forwarding = &self.forwarding;
         // Smaller, if only a part of it has bits of the borrower.
         for part in forwarding.writes(piece.offset.into(), piece.len.into()) {
@@ -96,25 +99,25 @@ impl<F: ConfigAccess> ForwardedRegisters<F> {
                 let now = read(&*self.function, part)?;
                 // Bits that are kept are not all 1: a reset bit reads as 0.
                 answers = now != u32::MAX >> (32 - 8 * u32::from(part.len));
-                Ok::<_, VfioError>(now)
+                Ok::<_, RemoteError>(now)
             })?;
             if answers {
                 let bytes = value.to_le_bytes();
                 let bytes = &bytes[..part.len.into()];
-                self.function.write(part.offset.into(), bytes)?;
+                self.function.config_write(part.offset.into(), bytes)?;
             }
         }
         Ok(())
     }
 
-    fn failed(&self, error: &VfioError) {
-        log::debug!("{}: {error}", self.function.bdf(), error = Chain(&error));
+    fn failed(&self, error: &RemoteError) {
+        log::debug!("{}: {error}", self.function.place());
     }
 }
 
-fn read(function: &impl ConfigAccess, piece: Piece) -> Result<u32, VfioError> {
+fn read(function: &impl ConfigAccess, piece: Piece) -> Result<u32, RemoteError> {
     let mut bytes = [0; 4];
-    function.read(piece.offset.into(), &mut bytes[..piece.len.into()])?;
+    function.config_read(piece.offset.into(), &mut bytes[..piece.len.into()])?;
     Ok(u32::from_le_bytes(bytes))
 }
 
@@ -131,17 +134,17 @@ mod tests {
     struct Fake(Mutex<(ConfigImage, Vec<(u64, usize)>)>);
 
     impl ConfigAccess for Fake {
-        fn bdf(&self) -> Bdf {
-            "0000:01:00.0".parse().unwrap()
+        fn place(&self) -> String {
+            "a fake".into()
         }
 
-        fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), VfioError> {
+        fn config_read(&self, offset: u64, data: &mut [u8]) -> Result<(), RemoteError> {
             let (image, _) = &*self.0.lock().unwrap();
             data.copy_from_slice(&image[offset as usize..][..data.len()]);
             Ok(())
         }
 
-        fn write(&self, offset: u64, data: &[u8]) -> Result<(), VfioError> {
+        fn config_write(&self, offset: u64, data: &[u8]) -> Result<(), RemoteError> {
             let (image, writes) = &mut *self.0.lock().unwrap();
             image[offset as usize..][..data.len()].copy_from_slice(data);
             writes.push((offset, data.len()));

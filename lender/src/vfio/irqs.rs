@@ -10,7 +10,6 @@ use std::{
     sync::Arc,
 };
 
-use farside_error_chain::Chain;
 use farside_host_pci::{HostPci, IrqKind};
 use farside_irq_relay::{
     Action, IrqCounts, IrqData, IrqEvent, IrqEventFd, IrqIndex, IrqRange, IrqTarget, Relay,
@@ -22,6 +21,7 @@ use farside_pci::{Bdf, Description};
 use farside_vfio::Function;
 use rustix::event::{Timespec, epoll};
 
+use super::config_space::ConfigAccess;
 use crate::{
     refusals::{internal, invalid_irqs},
     source::Irqs,
@@ -34,9 +34,28 @@ const COMMAND_HIGH: u64 = COMMAND as u64 + 1;
 /// Maximum number of vectors per `epoll_wait`.
 const READY: usize = 64;
 
+/// What raises the interrupts: a function, or a server that has one.
+pub(crate) trait Raises: ConfigAccess + Send + Sync {
+    /// The interrupts that it raises.
+    fn counts(&self) -> IrqCounts;
+
+    /// Sets targets or masks.
+    fn set_irqs(&self, request: &SetIrqs) -> Result<(), RemoteError>;
+}
+
+impl Raises for Function {
+    fn counts(&self) -> IrqCounts {
+        self.irq_counts()
+    }
+
+    fn set_irqs(&self, request: &SetIrqs) -> Result<(), RemoteError> {
+        Function::set_irqs(self, request).map_err(internal)
+    }
+}
+
 /// The interrupt targets of a function.
-pub(super) struct FunctionIrqs {
-    function: Arc<Function>,
+pub(crate) struct FunctionIrqs<F: Raises> {
+    function: Arc<F>,
     /// The vector counts reported to the borrower.
     counts: IrqCounts,
     relay: Arc<Relay>,
@@ -46,11 +65,8 @@ pub(super) struct FunctionIrqs {
     epoll: OwnedFd,
 }
 
-impl FunctionIrqs {
-    pub(super) fn new(
-        description: &Description,
-        function: Arc<Function>,
-    ) -> Result<Self, RemoteError> {
+impl<F: Raises> FunctionIrqs<F> {
+    pub(crate) fn new(description: &Description, function: Arc<F>) -> Result<Self, RemoteError> {
         Ok(Self {
             function,
             counts: irq_counts(description).map_err(internal)?,
@@ -102,7 +118,7 @@ impl FunctionIrqs {
     }
 
     /// Posts raised vectors to the relay. Returns whether there were any.
-    pub(super) fn poll(&mut self) -> bool {
+    pub(crate) fn poll(&mut self) -> bool {
         if self.ours.is_empty() {
             return false;
         }
@@ -127,18 +143,18 @@ impl FunctionIrqs {
     }
 
     /// Readable when [`FunctionIrqs::poll`] has work.
-    pub(super) fn wake_fd(&self) -> BorrowedFd<'_> {
+    pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
 }
 
-impl Irqs for FunctionIrqs {
+impl<F: Raises> Irqs for FunctionIrqs<F> {
     fn set(&mut self, update: IrqUpdate, fds: Vec<OwnedFd>) -> Result<(), RemoteError> {
         let request = update
             .into_request(&self.counts, fds, &self.relay)
             .map_err(invalid_irqs)?;
         let (range, action, data) = request.into_parts();
-        if self.function.irq_counts().count(range.index()) == 0 {
+        if self.function.counts().count(range.index()) == 0 {
             // Error and request interrupts are reported to every borrower, but this function raises
             // none.
             return Ok(());
@@ -152,7 +168,7 @@ impl Irqs for FunctionIrqs {
         };
         let disables = action == Action::Trigger && range.count() == 0;
         let request = SetIrqs::new(range, action, data).map_err(invalid_irqs)?;
-        self.function.set_irqs(&request).map_err(internal)?;
+        self.function.set_irqs(&request)?;
         if disables {
             self.forget(|(index, _)| index == range.index());
         }
@@ -167,17 +183,13 @@ impl Irqs for FunctionIrqs {
 
     fn set_intx_disable(&mut self, disabled: bool) -> Result<(), RemoteError> {
         let mut high = [0];
-        self.function
-            .config_read(COMMAND_HIGH, &mut high)
-            .map_err(internal)?;
+        self.function.config_read(COMMAND_HIGH, &mut high)?;
         let wanted = match disabled {
             true => high[0] | INTX_DISABLE_HIGH,
             false => high[0] & !INTX_DISABLE_HIGH,
         };
         if wanted != high[0] {
-            self.function
-                .config_write(COMMAND_HIGH, &[wanted])
-                .map_err(internal)?;
+            self.function.config_write(COMMAND_HIGH, &[wanted])?;
         }
         Ok(())
     }
@@ -189,7 +201,7 @@ impl Irqs for FunctionIrqs {
         match self.function.config_read(STATUS as u64, &mut low) {
             Ok(()) => u16::from(low[0]) & STATUS_INTERRUPT != 0,
             Err(error) => {
-                log::debug!("{}: {error}", self.function.bdf(), error = Chain(&error));
+                log::debug!("INTx: {error}");
                 false
             }
         }

@@ -8,7 +8,7 @@ use std::{
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_error_chain::Chain;
-use farside_fabric::{LenderPath, PeerAddress, memory::SharedMemory};
+use farside_fabric::{LenderPath, MemoryRange, PeerAddress, memory::SharedMemory};
 use farside_lender_protocol::{BarMemory, Described, LimitUse, RemoteError, Resource};
 use farside_ntb::Adapter;
 use farside_pci::Piece;
@@ -43,7 +43,7 @@ pub(super) struct LeasedFunction {
     id: DeviceId,
     vm: VmName,
     path: DmaPath,
-    irqs: FunctionIrqs,
+    irqs: FunctionIrqs<Function>,
     registers: ForwardedRegisters,
     function: Arc<Function>,
     // Dropped last: an open function cannot be unbound.
@@ -86,7 +86,7 @@ impl LeasedFunction {
 /// An open function, its DMA path, and the borrower's access to its BARs.
 pub(super) struct Opened {
     pub(super) function: Arc<Function>,
-    pub(super) irqs: FunctionIrqs,
+    pub(super) irqs: FunctionIrqs<Function>,
     pub(super) registers: ForwardedRegisters,
     pub(super) path: DmaPath,
     pub(super) bars: Vec<BarMemory>,
@@ -192,12 +192,21 @@ impl LeasedDevice for LeasedFunction {
         self.path.lender()
     }
 
-    fn map_peer(&mut self, at: PeerAddress, memory: Arc<SharedMemory>) -> Result<(), RemoteError> {
+    fn map_peer(
+        &mut self,
+        at: PeerAddress,
+        _range: &MemoryRange,
+        memory: Arc<SharedMemory>,
+    ) -> Result<(), RemoteError> {
         self.path.local()?.map_shared(at, memory).map_err(refused)
     }
 
     fn unmap_peer(&mut self, at: PeerAddress, len: u64) -> Result<(), RemoteError> {
         self.path.local()?.unmap_peer(at, len).map_err(refused)
+    }
+
+    fn is_gone(&self) -> bool {
+        false
     }
 
     fn poll(&mut self) -> bool {

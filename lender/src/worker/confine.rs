@@ -35,6 +35,8 @@ pub(super) enum Kind {
     Model,
     /// An open function of this host.
     Function,
+    /// The device of a vfio-user server.
+    Server,
 }
 
 impl Kind {
@@ -42,6 +44,7 @@ impl Kind {
     fn ioctls(self) -> Vec<u64> {
         match self {
             Self::Model => vec![BLKROGET],
+            Self::Server => Vec::new(),
             Self::Function => farside_vfio::requests().to_vec(),
         }
     }
@@ -51,7 +54,7 @@ impl Kind {
         match self {
             Self::Model => &[],
             // The eventfds of interrupts that are relayed.
-            Self::Function => &[
+            Self::Function | Self::Server => &[
                 libc::SYS_epoll_create1,
                 libc::SYS_epoll_ctl,
                 libc::SYS_epoll_pwait,

@@ -1,7 +1,6 @@
 //! The broker's part of a device that workers serve.
 
 use std::{
-    ffi::OsString,
     fs::File,
     io,
     os::fd::{AsFd, OwnedFd},
@@ -18,17 +17,19 @@ use farside_devices::{
 };
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
-    BarOwner, Channel, ChannelError, Described, DeviceEntry, Generation, MediumLease, RamRange,
-    RemoteError, Reply, STATE_PAGE, Secret, Transport,
+    BarOwner, Channel, Described, DeviceEntry, Generation, MediumLease, RamRange, RemoteError,
+    Reply, STATE_PAGE, Secret, Transport,
 };
 use farside_medium::Secrets;
 use farside_vfio::SecondHandle;
 use rustix::fd::BorrowedFd;
 
 use super::{
+    borrower::Borrower,
     child::{Worker, Workers},
     kept::{Adopted, KeptDevice, KeptLease, Record, descriptors},
     messages::{Model, Order, Served, ServedMedium, Start},
+    start_error::StartError,
 };
 use crate::{
     config,
@@ -38,6 +39,7 @@ use crate::{
     registry::{GrantedChain, Lease},
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
+    vfio_user::{ServerDevice, no_bar_memory},
 };
 
 /// Timeout for handing the lease to a new worker, whose queue is empty.
@@ -57,6 +59,7 @@ pub(crate) struct WorkerDevice {
 enum Kind {
     Model(Box<ModelKind>),
     Function(VfioDevice),
+    Server(Box<ServerDevice>),
 }
 
 struct ModelKind {
@@ -131,6 +134,11 @@ impl WorkerDevice {
         Self::new(id, Kind::Function(function), workers, adopted)
     }
 
+    /// The device of a vfio-user server.
+    pub(crate) fn server(id: &DeviceId, server: ServerDevice, workers: Workers) -> Self {
+        Self::new(id, Kind::Server(Box::new(server)), workers, None)
+    }
+
     fn new(id: &DeviceId, device: Kind, workers: Workers, adopted: Option<Adopted>) -> Self {
         Self {
             id: id.to_owned(),
@@ -183,7 +191,7 @@ impl WorkerDevice {
     pub(crate) fn tables(&self) -> Option<&dyn AdapterTables> {
         match &self.device {
             Kind::Model(model) => Some(model.adapter.tables()),
-            Kind::Function(_) => None,
+            Kind::Function(_) | Kind::Server(_) => None,
         }
     }
 
@@ -192,13 +200,14 @@ impl WorkerDevice {
         match &self.device {
             Kind::Model(_) => Ok(()),
             Kind::Function(function) => function.check_lease(&lease.bar_memory),
+            Kind::Server(_) => no_bar_memory(&lease.bar_memory),
         }
     }
 
     /// A worker has opened a function for `vm`. Returns false if this is none.
     pub(crate) fn opened(&self, vm: &VmName) -> bool {
         match &self.device {
-            Kind::Model(_) => false,
+            Kind::Model(_) | Kind::Server(_) => false,
             Kind::Function(function) => {
                 function.begun(vm);
                 true
@@ -214,7 +223,7 @@ impl WorkerDevice {
                 Some(image) => image.id(),
                 None => Ok(ImageId::None),
             }),
-            Kind::Function(_) => None,
+            Kind::Function(_) | Kind::Server(_) => None,
         }
     }
 
@@ -244,15 +253,16 @@ impl WorkerDevice {
                     Ok(data) => data,
                     Err(error) => return Err((None, StartError::Reply(error))),
                 };
-                (Borrower::Lent(socket), self.served_medium(secrets))
+                let medium = self.served_medium(secrets);
+                (Borrower::Lent(socket), medium.map(|it| (it, None)))
             }
             None => (Borrower::Asking(lease.connection), self.served()),
         };
-        let (borrower, served) = match served {
-            (borrower, Ok(served)) => (borrower, served),
+        let (borrower, served, server) = match served {
+            (borrower, Ok((served, server))) => (borrower, served, server),
             (borrower, Err(error)) => return Err((borrower.channel(), error)),
         };
-        // Leases over the network or an NTB end with this process.
+        // Leases over the network, over an NTB and of a server's device end with this process.
         let device = match (&served, &self.device) {
             _ if lease.transport != Transport::SharedMemory => None,
             (Served::Model { model, .. }, _) => Some(KeptDevice::Model(model.clone())),
@@ -277,6 +287,7 @@ impl WorkerDevice {
         let fds: Vec<BorrowedFd<'_>> = [worker.their_calls.as_fd(), borrower.as_fd()]
             .into_iter()
             .chain(self.file().map(AsFd::as_fd))
+            .chain(server.iter().map(AsFd::as_fd))
             .chain(state.iter().map(AsFd::as_fd))
             .chain(lease.bar_memory.iter().map(AsFd::as_fd))
             .collect();
@@ -367,10 +378,15 @@ impl WorkerDevice {
         })))
     }
 
-    fn served(&self) -> Result<Served, StartError> {
+    /// What a worker serves, and the connection to its server, if it is the device of one.
+    fn served(&self) -> Result<(Served, Option<OwnedFd>), StartError> {
         let kind = match &self.device {
             Kind::Model(kind) => kind,
-            Kind::Function(function) => return Ok(Served::Function(function.config())),
+            Kind::Function(function) => return Ok((Served::Function(function.config()), None)),
+            Kind::Server(server) => {
+                let (config, socket) = server.for_worker().map_err(StartError::Server)?;
+                return Ok((Served::Server(Box::new(config)), Some(socket)));
+            }
         };
         let model = match (&kind.model, &kind.image) {
             (config::Model::Nvme(config), Some(image)) => Model::Nvme {
@@ -386,7 +402,7 @@ impl WorkerDevice {
             _ => Model::DmaTest,
         };
         let limits = kind.adapter.limits().clone();
-        Ok(Served::Model { model, limits })
+        Ok((Served::Model { model, limits }, None))
     }
 
     fn spawn(&self, vm: &VmName) -> Result<Spawned, StartError> {
@@ -471,7 +487,7 @@ impl WorkerDevice {
     fn file(&self) -> Option<&File> {
         match &self.device {
             Kind::Model(model) => model.image.as_ref().map(|image| &image.file),
-            Kind::Function(_) => None,
+            Kind::Function(_) | Kind::Server(_) => None,
         }
     }
 }
@@ -490,12 +506,13 @@ impl Available for WorkerDevice {
         match &self.device {
             Kind::Model(_) => "model",
             Kind::Function(function) => function.kind(),
+            Kind::Server(server) => server.kind(),
         }
     }
 
     fn rom(&self) -> Arc<[u8]> {
         match &self.device {
-            Kind::Model(_) => Arc::default(),
+            Kind::Model(_) | Kind::Server(_) => Arc::default(),
             Kind::Function(function) => function.rom(),
         }
     }
@@ -504,6 +521,7 @@ impl Available for WorkerDevice {
         match &self.device {
             Kind::Model(model) => &model.described,
             Kind::Function(function) => function.described(),
+            Kind::Server(server) => server.described(),
         }
     }
 
@@ -520,6 +538,7 @@ impl Available for WorkerDevice {
                 _ => check_model(&model.adapter, transport, ram),
             },
             Kind::Function(function) => function.check(vm, transport, ram),
+            Kind::Server(server) => server.check(vm, transport, ram),
         }
     }
 
@@ -530,40 +549,12 @@ impl Available for WorkerDevice {
 
     fn report(&self) -> Report {
         match &self.device {
-            Kind::Model(_) => Report {
+            Kind::Model(_) | Kind::Server(_) => Report {
                 faults: self.last.faults.clone(),
                 counters: self.last.counters.clone(),
                 ..Report::default()
             },
             Kind::Function(function) => function.report(),
-        }
-    }
-}
-
-/// The borrower's end of a lease in the broker, until the lease has ended: closing it tells the borrower
-/// that its memory is out of use.
-pub(crate) enum Borrower {
-    /// Its worker answers.
-    Asking(Channel),
-    /// It has its answer: frames follow.
-    Lent(OwnedFd),
-}
-
-impl Borrower {
-    /// The connection, if it can be answered.
-    fn channel(self) -> Option<Channel> {
-        match self {
-            Self::Asking(channel) => Some(channel),
-            Self::Lent(_) => None,
-        }
-    }
-}
-
-impl AsFd for Borrower {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Asking(channel) => channel.as_fd(),
-            Self::Lent(socket) => socket.as_fd(),
         }
     }
 }
@@ -575,26 +566,4 @@ type Started = (Worker, Borrower, Option<Record>);
 struct Spawned {
     worker: Worker,
     their_calls: OwnedFd,
-}
-
-/// Why a worker could not be started.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum StartError {
-    #[error("cannot start the worker process {program:?}")]
-    Spawn {
-        program: OsString,
-        source: io::Error,
-    },
-    #[error("cannot limit the memory of a worker process (worker-memory-max)")]
-    Group(#[source] io::Error),
-    #[error("cannot make the channels to a worker process")]
-    Channel(#[source] io::Error),
-    #[error("cannot encode the device's configuration")]
-    Config(#[source] serde_json::Error),
-    #[error("cannot hand the lease to the worker process")]
-    Send(#[source] ChannelError),
-    #[error("cannot tell the borrower of its lease")]
-    Reply(#[source] ChannelError),
-    #[error("the device has no medium")]
-    NoMedium,
 }

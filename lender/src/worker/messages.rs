@@ -14,7 +14,10 @@ use farside_medium::Secrets;
 use farside_vfio::HandleParts;
 use serde::{Deserialize, Serialize};
 
-use crate::{device_loop::Line, registry::Release, source::Report, vfio::FunctionConfig};
+use crate::{
+    device_loop::Line, registry::Release, source::Report, vfio::FunctionConfig,
+    vfio_user::ServerConfig,
+};
 
 /// A message and its number.
 pub(crate) type Numbered<T> = (u64, T);
@@ -64,6 +67,8 @@ pub(crate) enum Served {
     Function(FunctionConfig),
     /// The medium of a model, over the network. The image comes as a descriptor, unless it has 0 bytes.
     Medium(Box<ServedMedium>),
+    /// The device of a vfio-user server. The connection to it comes as a descriptor.
+    Server(Box<ServerConfig>),
 }
 
 /// The medium of a model whose controller is at the borrower.

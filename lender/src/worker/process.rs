@@ -8,7 +8,7 @@ use std::{
 };
 
 use farside_daemon::{
-    DeviceId, Wakeup,
+    DeviceId, VmName, Wakeup,
     confine::{ConfineError, locking},
     limit_open_files,
 };
@@ -41,6 +41,7 @@ use crate::{
     source::DeviceSource,
     tokens::RegisterTokens,
     vfio::{FunctionConfig, WorkerFunction},
+    vfio_user::WorkerServer,
 };
 
 /// Most calls without a reply, beyond which lines and problems are dropped: a worker may be without a broker
@@ -144,6 +145,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     let kind = match &device {
         Served::Model { .. } | Served::Medium(_) => confine::Kind::Model,
         Served::Function(_) => confine::Kind::Function,
+        Served::Server(_) => confine::Kind::Server,
     };
     let source: Box<dyn DeviceSource> = match device {
         Served::Function(config) => {
@@ -156,12 +158,18 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
                     Box::new(function)
                 }
                 Err(error) => {
-                    let line = format!("device {id}: cannot lend to VM {vm}: {error}");
-                    calls.tell(Call::Line(Line::NotLent, line));
-                    // Release first, so that the peer can retry at once.
-                    calls.released(Release::Over(Revocation::Released));
-                    // The borrow fails whether or not the peer receives this.
-                    let _ = connection.send(&Reply::Refused(error), &[], CALL_TIMEOUT);
+                    not_lent(&calls, &mut connection, (&id, &vm), error);
+                    return Ok(());
+                }
+            }
+        }
+        Served::Server(config) => {
+            let socket = next()?;
+            give_up_rights(CapabilitySet::empty())?;
+            match WorkerServer::open(*config, socket) {
+                Ok(server) => Box::new(server),
+                Err(error) => {
+                    not_lent(&calls, &mut connection, (&id, &vm), error);
                     return Ok(());
                 }
             }
@@ -229,6 +237,21 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         );
     }
     Ok(())
+}
+
+/// The lease fails before it has begun.
+fn not_lent(
+    calls: &Calls,
+    connection: &mut Channel,
+    (id, vm): (&DeviceId, &VmName),
+    error: RemoteError,
+) {
+    let line = format!("device {id}: cannot lend to VM {vm}: {error}");
+    calls.tell(Call::Line(Line::NotLent, line));
+    // Release first, so that the peer can retry at once.
+    calls.released(Release::Over(Revocation::Released));
+    // The borrow fails whether or not the peer receives this.
+    let _ = connection.send(&Reply::Refused(error), &[], CALL_TIMEOUT);
 }
 
 /// An empty file, in place of the medium of a model that has none.
@@ -544,7 +567,7 @@ impl Home for InWorker {
     fn dma_faults(&self, reported: u64) -> u64 {
         // The kernel logs those of a function, which the broker reads.
         match self.kind {
-            confine::Kind::Model => reported,
+            confine::Kind::Model | confine::Kind::Server => reported,
             confine::Kind::Function => match self.calls.call_with(Call::DmaFaults, &[], SHORT) {
                 Ok(CallReply::DmaFaults(count)) => count,
                 _ => reported,
@@ -553,7 +576,9 @@ impl Home for InWorker {
     }
 
     fn line(&self, kind: Line, line: &str) {
+        // A server gets descriptors of the guest's memory and interrupts at any time.
         if kind == Line::Borrowed
+            && self.kind != confine::Kind::Server
             && let Err(error) = confine::send_no_descriptors()
         {
             log::error!(

@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 
 use farside_irq_relay::{IrqCounts, IrqIndex, IrqInfo};
 use farside_pci::Bdf;
-use vfio_bindings::bindings::vfio::{VFIO_PCI_BAR0_REGION_INDEX, VFIO_PCI_CONFIG_REGION_INDEX};
+use vfio_bindings::bindings::vfio::{
+    VFIO_PCI_BAR0_REGION_INDEX, VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_INFO_FLAG_MMAP,
+};
 use vfio_ioctls::{VfioDevice, VfioError as Refusal, VfioRegionDmaRange, VfioRegionInfoCap};
 
 use crate::description::Region;
@@ -74,7 +76,7 @@ impl Handle {
         let device = self.device();
         (VFIO_PCI_BAR0_REGION_INDEX..=VFIO_PCI_CONFIG_REGION_INDEX)
             .map(|index| Region {
-                flags: device.get_region_flags(index),
+                can_map: device.get_region_flags(index) & VFIO_REGION_INFO_FLAG_MMAP != 0,
                 size: device.get_region_size(index),
                 file_offset: device.get_region_offset(index),
                 sparse: device

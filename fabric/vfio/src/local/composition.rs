@@ -71,6 +71,11 @@ impl<M: Mapper> Composition<M> {
         &self.mapper
     }
 
+    /// The mapper, for what it needs beside the calls.
+    pub fn mapper_mut(&mut self) -> &mut M {
+        &mut self.mapper
+    }
+
     /// Whether bus mastering is enabled.
     pub fn bus_master(&self) -> bool {
         self.bus_master

@@ -1,0 +1,265 @@
+//! The connection to a server during a lease.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use farside_error_chain::Chain;
+use farside_fabric::{FabricError, Iova, memory::HostSlice};
+use farside_irq_relay::{IrqCounts, SetIrqs};
+use farside_lender_protocol::{Described, RemoteError};
+use farside_pci::regs::{COMMAND, COMMAND_MASTER, COMMAND_MEMORY};
+use farside_vfio_user_client::{CONFIG_REGION, Client, ClientError, Memory};
+
+use super::{Device, Files, lost};
+use crate::{
+    refusals::failed,
+    vfio::{ConfigAccess, Raises},
+};
+
+/// A server, whose device is reset. Calls come from the device's thread.
+pub(super) struct Server {
+    path: PathBuf,
+    counts: IrqCounts,
+    /// For waiting.
+    socket: OwnedFd,
+    connection: Mutex<Connection>,
+}
+
+struct Connection {
+    client: Client,
+    mapped: Mapped,
+    /// The end of the connection was logged.
+    logged: bool,
+}
+
+/// The memory that the device may access, by its IOVA.
+#[derive(Default)]
+pub(super) struct Mapped(BTreeMap<u64, (HostSlice, bool)>);
+
+impl Mapped {
+    /// Calls `copy` with the slices behind `len` bytes at `address`, which must all be there.
+    fn each(
+        &self,
+        mut address: u64,
+        len: usize,
+        write: bool,
+        mut copy: impl FnMut(HostSlice, std::ops::Range<usize>),
+    ) -> bool {
+        let mut done = 0;
+        while done < len {
+            let row = self.0.range(..=address).next_back();
+            let slice = row.and_then(|(start, (slice, writable))| {
+                let skip = usize::try_from(address - start).ok()?;
+                let left = slice.len().checked_sub(skip).filter(|left| *left > 0)?;
+                let part = slice.slice(skip, left.min(len - done))?;
+                (*writable || !write).then_some(part)
+            });
+            let Some(slice) = slice else { return false };
+            let end = done + slice.len();
+            copy(slice, done..end);
+            let Some(next) = address.checked_add((end - done) as u64) else {
+                return end == len;
+            };
+            (address, done) = (next, end);
+        }
+        true
+    }
+}
+
+impl Memory for Mapped {
+    fn read(&mut self, address: u64, data: &mut [u8]) -> bool {
+        self.each(address, data.len(), false, |slice, at| {
+            slice.read(&mut data[at]);
+        })
+    }
+
+    fn write(&mut self, address: u64, data: &[u8]) -> bool {
+        // All or nothing.
+        self.each(address, data.len(), true, |_, _| ())
+            && self.each(address, data.len(), true, |slice, at| {
+                slice.write(&data[at]);
+            })
+    }
+}
+
+impl Server {
+    /// Resets the device, and checks that it is still the one that was `described`.
+    pub(super) fn open(
+        mut client: Client,
+        path: &Path,
+        described: &Described,
+    ) -> Result<(Arc<Self>, Files), RemoteError> {
+        let named = |problem: &dyn std::fmt::Display| {
+            failed(format_args!(
+                "vfio-user server {}: {problem}",
+                path.display()
+            ))
+        };
+        let mut read = || {
+            client.reset(&mut farside_vfio_user_client::NoMemory)?;
+            Device::read(&mut client)
+        };
+        let device: Device = read().map_err(|error: ClientError| named(&Chain(&error)))?;
+        let now = device.describe(path).map_err(|problem| named(&problem))?;
+        if now.description != described.description {
+            return Err(named(&"its device has changed; restart the lender"));
+        }
+        let socket = client.as_fd().try_clone_to_owned();
+        let server = Self {
+            path: path.to_owned(),
+            counts: device.counts,
+            socket: socket.map_err(|error| named(&error))?,
+            connection: Mutex::new(Connection {
+                client,
+                mapped: Mapped::default(),
+                logged: false,
+            }),
+        };
+        server.set_command(COMMAND_MEMORY, COMMAND_MASTER)?;
+        Ok((Arc::new(server), device.files))
+    }
+
+    /// Where it is.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Readable when [`Server::poll`] has work.
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Serves what the server asks for. Returns whether that was anything.
+    pub(super) fn poll(&self) -> bool {
+        let served = self.with(|client, mapped| client.serve(mapped));
+        served.unwrap_or(false)
+    }
+
+    /// Reads a BAR; all ones of a device that is gone.
+    pub(super) fn read(&self, region: u32, offset: u64, data: &mut [u8]) {
+        let read = self.with(|client, mapped| client.region_read(region, offset, data, mapped));
+        if let Err(error) = read {
+            log::debug!("{}: {}", self.path.display(), Chain(&error));
+            data.fill(0xff);
+        }
+    }
+
+    /// Writes a BAR.
+    pub(super) fn write(&self, region: u32, offset: u64, data: &[u8]) {
+        let written = self.with(|client, mapped| client.region_write(region, offset, data, mapped));
+        if let Err(error) = written {
+            log::debug!("{}: {}", self.path.display(), Chain(&error));
+        }
+    }
+
+    /// Resets the device.
+    pub(super) fn reset(&self) -> Result<(), RemoteError> {
+        self.with(|client, mapped| client.reset(mapped))
+            .map_err(|error| lost(&error))
+    }
+
+    /// Has the device reach `memory`, a part of `file`, at `at`.
+    pub(super) fn map(
+        &self,
+        at: Iova,
+        memory: &HostSlice,
+        file: &File,
+        writable: bool,
+    ) -> Result<(), FabricError> {
+        let offset = memory.memory().file_offset() + memory.offset() as u64;
+        let size = memory.len() as u64;
+        let mapped =
+            self.with(|client, _| client.dma_map(at.get(), size, (file, offset), writable));
+        mapped.map_err(|error| FabricError::Other(error.into()))?;
+        let row = (memory.clone(), writable);
+        self.lock().mapped.0.insert(at.get(), row);
+        Ok(())
+    }
+
+    /// Ends that. A server that does not answer has lost its connection, and nothing else can be done.
+    pub(super) fn unmap(&self, at: Iova, len: u64) -> Result<(), FabricError> {
+        self.lock().mapped.0.remove(&at.get());
+        match self.with(|client, _| client.dma_unmap(at.get(), len)) {
+            Err(error) if !error.is_fatal() => Err(FabricError::Other(error.into())),
+            _ => Ok(()),
+        }
+    }
+
+    /// Sets and clears bits of the command register.
+    pub(super) fn set_command(&self, set: u16, clear: u16) -> Result<(), RemoteError> {
+        let mut register = [0; 2];
+        self.config_read(COMMAND as u64, &mut register)?;
+        let before = u16::from_le_bytes(register);
+        let wanted = before & !clear | set;
+        match wanted == before {
+            true => Ok(()),
+            false => self.config_write(COMMAND as u64, &wanted.to_le_bytes()),
+        }
+    }
+
+    /// Whether the connection has ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.lock().client.has_ended()
+    }
+
+    fn with<T>(
+        &self,
+        call: impl FnOnce(&mut Client, &mut Mapped) -> Result<T, ClientError>,
+    ) -> Result<T, ClientError> {
+        let mut connection = self.lock();
+        let Connection {
+            client,
+            mapped,
+            logged,
+        } = &mut *connection;
+        let result = call(client, mapped);
+        if client.has_ended() && !std::mem::replace(logged, true) {
+            let error = result.as_ref().err();
+            let error = error.map_or(String::new(), |error| format!(": {}", Chain(error)));
+            log::error!(
+                "vfio-user server {} is lost{error}; it may access the memory of the lease's VM for as long as it runs",
+                self.path.display()
+            );
+        }
+        result
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Connection> {
+        // The client's state is right at each call.
+        self.connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Raises for Server {
+    fn counts(&self) -> IrqCounts {
+        self.counts
+    }
+
+    fn set_irqs(&self, request: &SetIrqs) -> Result<(), RemoteError> {
+        self.with(|client, _| client.set_irqs(request))
+            .map_err(|error| lost(&error))
+    }
+}
+
+impl ConfigAccess for Server {
+    fn place(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn config_read(&self, offset: u64, data: &mut [u8]) -> Result<(), RemoteError> {
+        self.with(|client, mapped| client.region_read(CONFIG_REGION, offset, data, mapped))
+            .map_err(|error| lost(&error))
+    }
+
+    fn config_write(&self, offset: u64, data: &[u8]) -> Result<(), RemoteError> {
+        self.with(|client, mapped| client.region_write(CONFIG_REGION, offset, data, mapped))
+            .map_err(|error| lost(&error))
+    }
+}
