@@ -76,7 +76,7 @@ pub(crate) fn unsupported(message: &str) -> RemoteError {
 /// A device that is not lent over the network.
 pub(crate) fn no_medium() -> RemoteError {
     unsupported(
-        "this device cannot be borrowed over the network, by which software models but virtio-blk disks are lent that worker processes serve and whose image can be identified (see the lender's log): borrow it on the lender's machine; lend a virtio-blk disk's image as an NVMe model (`--nvme ID=IMAGE`), and instead of a physical function the block device (`--nvme ID=/dev/nvme0n1`), or use an NTB",
+        "this device cannot be borrowed over the network, by which software models are lent that worker processes serve and whose image can be identified (see the lender's log): borrow it on the lender's machine; of a physical function, lend the block device (`--nvme ID=/dev/nvme0n1`), or use an NTB",
     )
 }
 

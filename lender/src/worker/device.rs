@@ -13,7 +13,7 @@ use farside_daemon::{DeviceId, VmName, cgroup};
 use farside_devices::{
     Device,
     block::{EngineChoice, Image, ImageId},
-    dma_test, nvme, remote,
+    dma_test, nvme, remote, virtio,
 };
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
@@ -35,7 +35,6 @@ use crate::{
     config,
     keeper::LEASES,
     model::{check_model, not_flushed},
-    refusals::no_medium,
     registry::{GrantedChain, Lease},
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
@@ -68,13 +67,6 @@ struct ModelKind {
     image: Option<Image>,
     described: Described,
     adapter: Adapter,
-}
-
-impl ModelKind {
-    /// Whether its medium can be lent over the network.
-    fn is_on_network(&self) -> bool {
-        !matches!(self.model, config::Model::VirtioBlk(_))
-    }
 }
 
 impl WorkerDevice {
@@ -218,7 +210,6 @@ impl WorkerDevice {
     /// The medium, if it can be lent over the network.
     pub(crate) fn medium(&self) -> Option<io::Result<ImageId>> {
         match &self.device {
-            Kind::Model(kind) if !kind.is_on_network() => None,
             Kind::Model(kind) => Some(match &kind.image {
                 Some(image) => image.id(),
                 None => Ok(ImageId::None),
@@ -346,7 +337,12 @@ impl WorkerDevice {
                 image: self.id.as_str().into(),
                 ..config.clone()
             }),
-            config::Model::VirtioBlk(_) => return Err(StartError::NoMedium),
+            config::Model::VirtioBlk(config) => remote::Model::VirtioBlk(remote::Virtio {
+                virtio_blk: virtio::Config {
+                    image: self.id.as_str().into(),
+                    ..config.clone()
+                },
+            }),
             config::Model::DmaTest(_) => remote::Model::DmaTest(remote::NoMedium::DmaTest),
         };
         let image = kind.image.as_ref();
@@ -367,7 +363,7 @@ impl WorkerDevice {
         };
         let (engine, read_only) = match &kind.model {
             config::Model::Nvme(config) => (config.engine, config.read_only),
-            config::Model::VirtioBlk(_) => return Err(StartError::NoMedium),
+            config::Model::VirtioBlk(config) => (config.engine, config.read_only),
             config::Model::DmaTest(_) => (EngineChoice::Threads, true),
         };
         Ok(Served::Medium(Box::new(ServedMedium {
@@ -534,7 +530,7 @@ impl Available for WorkerDevice {
         match &self.device {
             Kind::Model(model) => match transport {
                 // No adapter is on the way.
-                Transport::Network => model.is_on_network().then_some(()).ok_or_else(no_medium),
+                Transport::Network => Ok(()),
                 _ => check_model(&model.adapter, transport, ram),
             },
             Kind::Function(function) => function.check(vm, transport, ram),

@@ -223,10 +223,15 @@ fn a_lease_without_a_medium_has_nothing_to_read_or_write() {
 
 #[test]
 fn a_model_is_described_by_its_name_or_its_configuration() {
-    let nvme: Config = toml::from_str("image = 'disk0'\nserial = 'S1'").unwrap();
+    let nvme: nvme::Config = toml::from_str("image = 'disk0'\nserial = 'S1'").unwrap();
+    let virtio_blk = virtio::Config::new("disk1");
     for (model, text) in [
         (Model::DmaTest(NoMedium::DmaTest), "\"dma-test\""),
         (Model::Nvme(nvme), "{\"image\":\"disk0\""),
+        (
+            Model::VirtioBlk(Virtio { virtio_blk }),
+            "{\"virtio-blk\":{\"image\":\"disk1\"",
+        ),
     ] {
         let json = serde_json::to_string(&model).unwrap();
         assert!(json.starts_with(text), "{json}");

@@ -51,7 +51,7 @@ impl Device for VirtioBlk {
         self.turn_block(bus);
         self.interrupt_driver(bus);
         self.advance(bus);
-        let quiet = self.slots.busy() == 0;
+        let quiet = self.slots.in_flight() == 0;
         if quiet {
             self.transport.forget_translations();
         }

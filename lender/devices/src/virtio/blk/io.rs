@@ -65,6 +65,7 @@ impl VirtioBlk {
         (slot.queue, slot.head) = (queue, head);
         (slot.status, slot.in_len) = (frame.status, frame.in_len);
         slot.next = (0, 0);
+        slot.after = (0, 0);
         let outcome = match request::header(chain, bus.dma) {
             Ok(request) => match request.kind {
                 VIRTIO_BLK_T_IN => {
@@ -76,7 +77,7 @@ impl VirtioBlk {
                     request::data(chain, false, HEADER, frame.out_len, data);
                     self.write(tag, request.sector, frame.out_len, bus)
                 }
-                VIRTIO_BLK_T_FLUSH => self.flush(tag),
+                VIRTIO_BLK_T_FLUSH => self.flush(tag, bus.dma),
                 VIRTIO_BLK_T_GET_ID => {
                     let len = frame.in_len.min(VIRTIO_BLK_ID_BYTES.into());
                     request::data(chain, true, 0, len, &mut self.slots[tag].data);
@@ -121,6 +122,28 @@ impl VirtioBlk {
         }
     }
 
+    /// Starts the next step of a request, or the one that was given up.
+    fn issue(&mut self, tag: Tag, dma: &mut dyn Dma) -> Outcome {
+        match (self.slots[tag].work, self.slots[tag].ranges.last()) {
+            (Work::Read | Work::Write, _) => return self.move_part(tag, dma),
+            (Work::Flush, _) => self.block.flush(tag),
+            (Work::Zero { unmap, .. }, Some(range)) => {
+                self.block.zero(tag, range.offset, range.len, unmap);
+            }
+            (Work::Discard, Some(range)) => self.block.punch(tag, range.offset, range.len),
+            (Work::Zero { .. } | Work::Discard | Work::Free, _) => return Ok(Progress::Done(0)),
+        }
+        Ok(Progress::InFlight)
+    }
+
+    /// Starts the steps again that the medium has given up.
+    pub(super) fn unpark(&mut self, bus: &mut Bus<'_>) {
+        for tag in self.slots.unpark() {
+            let outcome = self.issue(tag, bus.dma);
+            self.conclude(tag, outcome, bus);
+        }
+    }
+
     /// Starts to move the next part of the data of a read or write, if there is any.
     fn move_part(&mut self, tag: Tag, dma: &mut dyn Dma) -> Outcome {
         let slot = &mut self.slots[tag];
@@ -135,8 +158,9 @@ impl VirtioBlk {
         let slices = self.block.slices(tag);
         slices.clear();
         let mut left = slot.moving;
+        slot.after = slot.next;
         while left > 0 {
-            let (index, done) = slot.next;
+            let (index, done) = slot.after;
             // There are as many bytes as are to be moved.
             let part = slot.data.get(index).ok_or(Failure::Io)?;
             let len = left.min(u64::from(part.len - done));
@@ -146,7 +170,7 @@ impl VirtioBlk {
             left -= len;
             // No more than the part's.
             let done = done + len as u32;
-            slot.next = match done == part.len {
+            slot.after = match done == part.len {
                 true => (index + 1, 0),
                 false => (index, done),
             };
@@ -175,14 +199,13 @@ impl VirtioBlk {
         }
     }
 
-    fn flush(&mut self, tag: Tag) -> Outcome {
+    fn flush(&mut self, tag: Tag, dma: &mut dyn Dma) -> Outcome {
         self.stats.flushes += 1;
         if self.read_only {
             return Ok(Progress::Done(0));
         }
         self.slots[tag].work = Work::Flush;
-        self.block.flush(tag);
-        Ok(Progress::InFlight)
+        self.issue(tag, dma)
     }
 
     fn get_id(&mut self, tag: Tag, dma: &mut dyn Dma) -> Outcome {
@@ -236,22 +259,19 @@ impl VirtioBlk {
                 self.slots[tag].ranges.push(extent);
             }
         }
-        let Some(extent) = self.slots[tag].ranges.pop() else {
+        if self.slots[tag].ranges.is_empty() {
             return Ok(Progress::Done(0));
+        }
+        let durable = self.durability() == Durability::Durable;
+        self.slots[tag].work = match discard {
+            true => Work::Discard,
+            false => Work::Zero { unmap, durable },
         };
         match discard {
             true => self.stats.discards += 1,
             false => self.stats.zeroes += 1,
         }
-        if discard {
-            self.slots[tag].work = Work::Discard;
-            self.block.punch(tag, extent.offset, extent.len);
-        } else {
-            let durable = self.durability() == Durability::Durable;
-            self.slots[tag].work = Work::Zero { durable };
-            self.block.zero(tag, extent.offset, extent.len, unmap);
-        }
-        Ok(Progress::InFlight)
+        self.issue(tag, dma)
     }
 
     pub(super) fn finish_io(
@@ -265,6 +285,12 @@ impl VirtioBlk {
         // A device that is being reset starts no further steps.
         if self.transport.is_resetting() {
             self.release(tag);
+            return;
+        }
+        // The guest is told nothing: it has no answer that means that the driver is to try again.
+        if result == Err(BlockError::Unreachable) {
+            self.block.slices(tag).clear();
+            self.slots.park(tag);
             return;
         }
         let outcome = self.step(tag, work, result, bus);
@@ -281,25 +307,22 @@ impl VirtioBlk {
     ) -> Outcome {
         // A discard is advice: a medium without holes keeps the data.
         if work == Work::Discard && matches!(result, Ok(()) | Err(BlockError::Unsupported)) {
-            let Some(extent) = self.slots[tag].ranges.pop() else {
-                return Ok(Progress::Done(0));
-            };
-            self.block.punch(tag, extent.offset, extent.len);
-            return Ok(Progress::InFlight);
+            self.slots[tag].ranges.pop();
+            return self.issue(tag, bus.dma);
         }
         result.map_err(|_| Failure::Io)?;
         let moved = self.slots[tag].moving;
         match work {
             Work::Read => self.stats.bytes_read += moved,
             Work::Write => self.stats.bytes_written += moved,
-            Work::Zero { durable: true } => {
+            Work::Zero { durable: true, .. } => {
                 self.slots[tag].work = Work::Flush;
-                self.block.flush(tag);
-                return Ok(Progress::InFlight);
+                return self.issue(tag, bus.dma);
             }
             _ => return Ok(Progress::Done(0)),
         }
         let slot = &mut self.slots[tag];
+        slot.next = slot.after;
         slot.rest.offset += moved;
         slot.rest.len -= moved;
         if slot.rest.len > 0 {

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     Bus,
-    block::{BlockQueue, DEPTH, Image, Tag, medium::Medium},
+    block::{BlockQueue, DEPTH, Image, RemoteMedium, Tag, medium::Medium},
 };
 use layout::{CONFIG_LEN, SEG_MAX, WRITEBACK};
 use slots::Slots;
@@ -91,13 +91,38 @@ impl VirtioBlk {
     ///
     /// A [`ConfigError`].
     pub fn with_image(id: &str, config: &Config, image: Image) -> Result<Self, ConfigError> {
-        config.validate()?;
         let Image {
             file,
             size,
             punches_holes,
         } = image;
         let block = BlockQueue::open(file, config.engine, DEPTH);
+        Self::with_block(id, config, block, (size, punches_holes))
+    }
+
+    /// As [`VirtioBlk::open`], on a medium of `size` bytes that another host has, and whose discarded
+    /// sectors read as zeroes if it `punches_holes`.
+    ///
+    /// # Errors
+    ///
+    /// A [`ConfigError`].
+    pub fn with_remote(
+        id: &str,
+        config: &Config,
+        medium: RemoteMedium,
+        (size, punches_holes): (u64, bool),
+    ) -> Result<Self, ConfigError> {
+        let block = BlockQueue::remote(medium, DEPTH);
+        Self::with_block(id, config, block, (size, punches_holes))
+    }
+
+    fn with_block(
+        id: &str,
+        config: &Config,
+        block: std::io::Result<BlockQueue>,
+        (size, punches_holes): (u64, bool),
+    ) -> Result<Self, ConfigError> {
+        config.validate()?;
         let block = block.map_err(|source| ConfigError::Engine {
             image: config.image.clone(),
             source,
@@ -144,6 +169,9 @@ impl VirtioBlk {
     /// Advances a reset.
     fn advance(&mut self, bus: &mut Bus<'_>) {
         if self.transport.is_resetting() {
+            for tag in self.slots.unpark() {
+                self.release(tag);
+            }
             match self.slots.busy() {
                 0 => {
                     self.transport.finish_reset(bus.irq);
@@ -227,6 +255,7 @@ impl VirtioBlk {
     fn run(&mut self, bus: &mut Bus<'_>) -> bool {
         let mut busy = false;
         if self.may_take(bus) {
+            self.unpark(bus);
             busy |= self.take_all(bus);
         }
         busy |= self.turn_block(bus);

@@ -15,9 +15,10 @@ pub(super) enum Work {
     Flush,
     /// Zeroes a range, and flushes if `durable`.
     Zero {
+        unmap: bool,
         durable: bool,
     },
-    /// Punches holes; the slot has the remaining ranges.
+    /// Punches holes.
     Discard,
 }
 
@@ -35,11 +36,13 @@ pub(super) struct Slot {
     pub(super) data: Vec<Part>,
     /// The first of `data` that has not been moved, and how much of it has.
     pub(super) next: (usize, u32),
+    /// The same when the part in flight has been moved.
+    pub(super) after: (usize, u32),
     /// What is left to be moved.
     pub(super) rest: Extent,
     /// Bytes of the part that is in flight.
     pub(super) moving: u64,
-    /// Ranges still to be discarded.
+    /// Ranges still to be discarded or zeroed: the last one is in flight.
     pub(super) ranges: Vec<Extent>,
 }
 
@@ -53,6 +56,7 @@ impl Slot {
             in_len: 0,
             data: Vec::new(),
             next: (0, 0),
+            after: (0, 0),
             rest: Extent::default(),
             moving: 0,
             ranges: Vec::new(),
@@ -64,6 +68,8 @@ impl Slot {
 pub(super) struct Slots {
     slots: Vec<Slot>,
     free: Vec<Tag>,
+    /// Requests whose step the medium has given up, in their order: it is done again.
+    parked: Vec<Tag>,
 }
 
 impl Slots {
@@ -72,6 +78,7 @@ impl Slots {
             slots: (0..DEPTH).map(|_| Slot::free()).collect(),
             // LIFO: the most recently used slot is warm in the cache.
             free: (0..DEPTH).rev().collect(),
+            parked: Vec::with_capacity(DEPTH.into()),
         }
     }
 
@@ -82,6 +89,20 @@ impl Slots {
 
     pub(super) fn busy(&self) -> usize {
         self.slots.len() - self.free.len()
+    }
+
+    /// Requests that the medium has.
+    pub(super) fn in_flight(&self) -> usize {
+        self.busy() - self.parked.len()
+    }
+
+    pub(super) fn park(&mut self, tag: Tag) {
+        self.parked.push(tag);
+    }
+
+    /// All that is parked, which is in flight then.
+    pub(super) fn unpark(&mut self) -> Vec<Tag> {
+        std::mem::take(&mut self.parked)
     }
 
     pub(super) fn take(&mut self) -> Option<Tag> {
