@@ -238,6 +238,8 @@ fn a_server_reaches_memory_that_it_may_by_messages_and_no_other() {
         // One more, between requests.
         peer.send((78, DMA_WRITE), 0, &dma(0x1000, 1, &[5]));
         assert_eq!(peer.receive().0, 78);
+        // Until the client ends: the end of the connection would be an error of `serve`.
+        let _ = peer.0.read(&mut [0]);
     });
     let mut client = Client::connect(&path).unwrap();
     let mut page = Page(vec![1; 4096]);
@@ -245,6 +247,7 @@ fn a_server_reaches_memory_that_it_may_by_messages_and_no_other() {
     while !client.serve(&mut page).unwrap() {
         std::thread::yield_now();
     }
+    drop(client);
     thread.join().unwrap();
     assert_eq!(page.0[..8], [5, 1, 1, 1, 8, 9, 1, 1]);
 }
