@@ -114,7 +114,7 @@ pub(crate) enum Verb {
 /// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases. At SIGUSR1 it leaves
 /// those of VMs on this host to the next lender at the same --socket. With --add or --remove, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
 #[derive(Debug, ClapArgs)]
-#[command(group(ArgGroup::new("device").args(["nvme", "dma_test", "vfio", "vfio_user"]).multiple(true)))]
+#[command(group(ArgGroup::new("device").args(["nvme", "virtio_blk", "dma_test", "vfio", "vfio_user"]).multiple(true)))]
 pub(crate) struct Lend {
     /// Configuration file (TOML); flags add to it.
     #[arg(long, value_name = "FILE")]
@@ -139,8 +139,11 @@ pub(crate) struct Lend {
     #[arg(long)]
     pub(crate) listen_plain: bool,
     /// Lend an emulated NVMe device backed by an image file or block device.
-    #[arg(long, value_name = "ID=IMAGE[,read-only]", value_parser = parse_nvme)]
-    pub(crate) nvme: Vec<Nvme>,
+    #[arg(long, value_name = "ID=IMAGE[,read-only]", value_parser = parse_disk)]
+    pub(crate) nvme: Vec<Disk>,
+    /// Lend a virtio-blk device backed by an image file or block device.
+    #[arg(long, value_name = "ID=IMAGE[,read-only]", value_parser = parse_disk)]
+    pub(crate) virtio_blk: Vec<Disk>,
     /// Lend a DMA test device.
     #[arg(long, value_name = "ID")]
     pub(crate) dma_test: Vec<DeviceId>,
@@ -412,21 +415,21 @@ fn parse_vfs(text: &str) -> Result<(Bdf, u32), String> {
     Ok((of, count.parse().map_err(|_| wrong())?))
 }
 
-/// An NVMe device to lend.
+/// A disk to lend.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Nvme {
+pub(crate) struct Disk {
     pub(crate) id: DeviceId,
     pub(crate) image: PathBuf,
     pub(crate) read_only: bool,
 }
 
-fn parse_nvme(text: &str) -> Result<Nvme, String> {
+fn parse_disk(text: &str) -> Result<Disk, String> {
     let (rest, read_only) = match text.strip_suffix(",read-only") {
         Some(rest) => (rest, true),
         None => (text, false),
     };
     match rest.split_once('=') {
-        Some((id, image)) if !id.is_empty() && !image.is_empty() => Ok(Nvme {
+        Some((id, image)) if !id.is_empty() && !image.is_empty() => Ok(Disk {
             id: parse_id(id)?,
             image: image.into(),
             read_only,
@@ -474,16 +477,16 @@ mod tests {
     }
 
     #[test]
-    fn an_nvme_drive_is_an_id_and_an_image() {
-        let nvme = |image: &str, read_only| Nvme {
+    fn a_disk_is_an_id_and_an_image() {
+        let disk = |image: &str, read_only| Disk {
             id: "a".parse().unwrap(),
             image: image.into(),
             read_only,
         };
-        assert_eq!(parse_nvme("a=b=c"), Ok(nvme("b=c", false)));
-        assert_eq!(parse_nvme("a=b,c,read-only"), Ok(nvme("b,c", true)));
+        assert_eq!(parse_disk("a=b=c"), Ok(disk("b=c", false)));
+        assert_eq!(parse_disk("a=b,c,read-only"), Ok(disk("b,c", true)));
         for refused in ["a", "=b", "a=,read-only"] {
-            assert!(parse_nvme(refused).is_err(), "{refused}");
+            assert!(parse_disk(refused).is_err(), "{refused}");
         }
     }
 }

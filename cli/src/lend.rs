@@ -49,6 +49,11 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         source: Model::nvme(nvme.image, nvme.read_only).into(),
         borrowers: borrowers.clone(),
     });
+    let virtio_blk = args.virtio_blk.into_iter().map(|disk| DeviceConfig {
+        id: disk.id,
+        source: Model::virtio_blk(disk.image, disk.read_only).into(),
+        borrowers: borrowers.clone(),
+    });
     let dma_test = args.dma_test.into_iter().map(|id| DeviceConfig {
         id,
         source: Model::dma_test().into(),
@@ -69,8 +74,8 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         source: Source::VfioUser(VfioUserConfig { socket }),
         borrowers: borrowers.clone(),
     });
-    let devices = nvme.chain(dma_test).chain(vfio).chain(servers);
-    config.device.extend(devices);
+    let models = nvme.chain(virtio_blk).chain(dma_test);
+    config.device.extend(models.chain(vfio).chain(servers));
     if let Some(function) = args.ntb {
         let per_vm = config.ntb.map_or(VmShare::ALL, |ntb| ntb.per_vm);
         config.ntb = Some(NtbConfig { function, per_vm });
@@ -142,11 +147,13 @@ fn added(args: &Lend) -> anyhow::Result<Vec<Table>> {
         );
     }
     let mut tables = args.config.as_deref().map_or(Ok(Vec::new()), tables_of)?;
-    for nvme in &args.nvme {
+    let nvme = args.nvme.iter().map(|disk| ("nvme", disk));
+    let virtio_blk = args.virtio_blk.iter().map(|disk| ("virtio-blk", disk));
+    for (kind, disk) in nvme.chain(virtio_blk) {
         let mut options = Table::new();
-        options.insert("image".into(), absolute(&nvme.image)?);
-        options.insert("read-only".into(), nvme.read_only.into());
-        tables.push(model(&nvme.id, "nvme", options, args));
+        options.insert("image".into(), absolute(&disk.image)?);
+        options.insert("read-only".into(), disk.read_only.into());
+        tables.push(model(&disk.id, kind, options, args));
     }
     for id in &args.dma_test {
         tables.push(model(id, "dma-test", Table::new(), args));
@@ -235,6 +242,8 @@ mod tests {
         let devices = tables(&[
             "--nvme",
             "disk1=a \"b\".img,read-only",
+            "--virtio-blk",
+            "disk2=b.img",
             "--dma-test",
             "dma1",
             "--borrower",
@@ -242,12 +251,18 @@ mod tests {
         ]);
         let devices = devices.unwrap();
         let ids: Vec<_> = devices.iter().map(|device| device.id.as_str()).collect();
-        assert_eq!(ids, ["disk1", "dma1"]);
+        assert_eq!(ids, ["disk1", "disk2", "dma1"]);
         assert!(devices.iter().all(|device| device.borrowers.len() == 1));
         match &devices[0].source {
             Source::Model(Model::Nvme(nvme)) => {
                 assert!(nvme.read_only);
                 assert!(nvme.image.is_absolute() && nvme.image.ends_with("a \"b\".img"));
+            }
+            other => panic!("{other:?}"),
+        }
+        match &devices[1].source {
+            Source::Model(Model::VirtioBlk(disk)) => {
+                assert!(!disk.read_only && disk.image.is_absolute());
             }
             other => panic!("{other:?}"),
         }

@@ -18,7 +18,9 @@ use std::{
 use rustix::fs::{MemfdFlags, SealFlags};
 use vm_memory::{Bytes, VolatileSlice};
 
-use crate::{PAGE_SIZE, backing::Backing, mapping::Mapping, quota::Charge, sigbus::Guarded};
+use crate::{
+    Access, PAGE_SIZE, backing::Backing, mapping::Mapping, quota::Charge, sigbus::Guarded,
+};
 
 /// A part of a file that is a client's memory.
 #[derive(Clone, Debug)]
@@ -354,6 +356,15 @@ impl HostSlice {
     /// As [`HostSlice::store_u32`], 64 bits.
     pub fn store_u64(&self, offset: usize, value: u64, order: Ordering) -> Option<()> {
         self.writable()?.store(value.to_le(), offset, order).ok()
+    }
+
+    /// The bytes, for code that works on [`VolatileSlice`]s; `None` to write to memory that may not be
+    /// written.
+    pub fn volatile_for(&self, access: Access) -> Option<VolatileSlice<'_>> {
+        match access {
+            Access::Read => Some(self.volatile()),
+            Access::Write => self.writable(),
+        }
     }
 
     /// The bytes, when they may be written: a store to a read-only mapping

@@ -12,7 +12,7 @@ use std::{
 };
 
 use farside_daemon::VmName;
-use farside_devices::nvme::ImageId;
+use farside_devices::block::ImageId;
 use farside_lender_protocol::{ErrorKind, KeptFor, RemoteError, Secret};
 use serde::{Deserialize, Serialize};
 

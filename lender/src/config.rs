@@ -9,6 +9,10 @@
 //!     model.nvme = { image = "/var/lib/farside/disk0.img" }
 //!
 //!     [[device]]
+//!     id = "disk2"
+//!     model.virtio-blk = { image = "/var/lib/farside/disk2.img", queues = 4 }
+//!
+//!     [[device]]
 //!     id = "dma0"
 //!     model.dma-test = {}
 //!     borrowers = ["user=1000,vm=web1", "host=rack1-b"]
@@ -21,13 +25,13 @@
 //!     id = "gpio0"
 //!     vfio-user = { socket = "/run/gpio/socket" }
 //! "#).unwrap();
-//! assert_eq!(config.device.len(), 4);
+//! assert_eq!(config.device.len(), 5);
 //! ```
 
 use std::path::{Path, PathBuf};
 
 use farside_daemon::{DeviceId, LenderName};
-use farside_devices::nvme;
+use farside_devices::{nvme, virtio};
 use farside_discovery::Discovery;
 use farside_fabric::{NtbLimits, VmShare, deserialize_optional_size};
 use farside_host_pci::Filter;
@@ -270,6 +274,8 @@ pub struct NtbConfig {
 pub enum Model {
     /// An NVMe controller backed by an image file or block device.
     Nvme(nvme::Config),
+    /// A virtio-blk device backed by an image file or block device.
+    VirtioBlk(virtio::Config),
     /// The DMA test device.
     DmaTest(DmaTestConfig),
 }
@@ -278,6 +284,7 @@ pub enum Model {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct RawModel {
     nvme: Option<nvme::Config>,
+    virtio_blk: Option<virtio::Config>,
     dma_test: Option<DmaTestConfig>,
 }
 
@@ -285,11 +292,12 @@ impl TryFrom<RawModel> for Model {
     type Error = &'static str;
 
     fn try_from(raw: RawModel) -> Result<Self, Self::Error> {
-        match (raw.nvme, raw.dma_test) {
-            (Some(nvme), None) => Ok(Self::Nvme(nvme)),
-            (None, Some(dma_test)) => Ok(Self::DmaTest(dma_test)),
-            (Some(_), Some(_)) => Err("a device has one model, not both `nvme` and `dma-test`"),
-            (None, None) => Err("a model is `nvme` or `dma-test`"),
+        match (raw.nvme, raw.virtio_blk, raw.dma_test) {
+            (Some(nvme), None, None) => Ok(Self::Nvme(nvme)),
+            (None, Some(virtio_blk), None) => Ok(Self::VirtioBlk(virtio_blk)),
+            (None, None, Some(dma_test)) => Ok(Self::DmaTest(dma_test)),
+            (None, None, None) => Err("a model is `nvme`, `virtio-blk` or `dma-test`"),
+            _ => Err("a device has one model: `nvme`, `virtio-blk` or `dma-test`"),
         }
     }
 }
@@ -300,6 +308,14 @@ impl Model {
         Self::Nvme(nvme::Config {
             read_only,
             ..nvme::Config::new(image)
+        })
+    }
+
+    /// A virtio-blk device backed by `image`, with defaults otherwise.
+    pub fn virtio_blk(image: PathBuf, read_only: bool) -> Self {
+        Self::VirtioBlk(virtio::Config {
+            read_only,
+            ..virtio::Config::new(image)
         })
     }
 
@@ -409,7 +425,7 @@ fn default_poll_us() -> u64 {
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
-    use farside_devices::nvme::Nvme;
+    use farside_devices::{nvme::Nvme, virtio::VirtioBlk};
 
     use super::*;
 
@@ -419,16 +435,27 @@ mod tests {
         let image = dir.path().join("disk \"0\".img");
         std::fs::write(&image, [0; 4096]).unwrap();
         std::fs::set_permissions(&image, PermissionsExt::from_mode(0o444)).unwrap();
+        fn text(error: impl std::fmt::Display) -> String {
+            error.to_string()
+        }
         let open = |model: &Model| match model {
-            Model::Nvme(config) => Nvme::open("disk0", config).map(drop),
+            Model::Nvme(config) => Nvme::open("disk0", config).map(drop).map_err(text),
+            Model::VirtioBlk(config) => VirtioBlk::open("disk0", config).map(drop).map_err(text),
             Model::DmaTest(_) => unreachable!(),
         };
-        let error = open(&Model::nvme(image, false)).unwrap_err().to_string();
-        let hint = error.split('`').nth(1).unwrap();
-        let config: Config = toml::from_str(&format!("[[device]]\nid = 'disk0'\n{hint}")).unwrap();
-        match &config.device[0].source {
-            Source::Model(model) => open(model).unwrap(),
-            Source::Vfio(_) | Source::VfioUser(_) => unreachable!(),
+        let models = [
+            Model::nvme(image.clone(), false),
+            Model::virtio_blk(image, false),
+        ];
+        for model in models {
+            let error = open(&model).unwrap_err();
+            let hint = error.split('`').nth(1).unwrap();
+            let text = format!("[[device]]\nid = 'disk0'\n{hint}");
+            let config: Config = toml::from_str(&text).unwrap();
+            match &config.device[0].source {
+                Source::Model(model) => open(model).unwrap(),
+                Source::Vfio(_) | Source::VfioUser(_) => unreachable!(),
+            }
         }
     }
 
@@ -467,12 +494,12 @@ mod tests {
     #[test]
     fn errors_name_the_key() {
         let two = error("model.nvme = { image = \"/a\" }\nmodel.dma-test = {}");
-        assert!(two.contains("one model, not both"), "{two}");
+        assert!(two.contains("one model: `nvme`"), "{two}");
         let unknown = error("model.nvme = { image = \"/a\", read-onyl = true }");
         assert!(unknown.contains("`read-onyl`"), "{unknown}");
         let unknown = error("model.nvm = { image = \"/a\" }");
         assert!(
-            unknown.contains("`nvm`, expected `nvme` or `dma-test`"),
+            unknown.contains("`nvm`, expected one of `nvme`, `virtio-blk`, `dma-test`"),
             "{unknown}"
         );
     }

@@ -27,7 +27,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, Wakeup};
-use farside_devices::nvme::ImageId;
+use farside_devices::block::ImageId;
 use farside_fabric::SharedQuota;
 use farside_lender_protocol::{Channel, Generation, LimitUse, RemoteError, Resource};
 use rustix::event::{PollFd, PollFlags, poll};

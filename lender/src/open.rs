@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, convert::identity, sync::Arc, thread::JoinHandle};
 
 use farside_daemon::{DeviceId, Wakeup};
-use farside_devices::{Device, dma_test, nvme};
+use farside_devices::{Device, dma_test, nvme, virtio};
 use farside_fabric::soft::Adapter;
 use farside_host_pci::{CreatedVfs, HostPci};
 use farside_ntb::HostEndpoint;
@@ -192,6 +192,7 @@ pub(crate) fn open_model(
     }
     let device: Box<dyn Device> = match model {
         Model::Nvme(config) => Box::new(nvme::Nvme::open(id, config)?),
+        Model::VirtioBlk(config) => Box::new(virtio::VirtioBlk::open(id, config)?),
         Model::DmaTest(_) => Box::new(dma_test::DmaTest::new()),
     };
     let model = ModelDevice::new(id, device, adapter.clone())?;

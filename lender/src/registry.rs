@@ -13,7 +13,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
-use farside_devices::nvme::ImageId;
+use farside_devices::block::ImageId;
 use farside_lender_protocol::{
     Availability, BorrowedBy, Channel, Described, DeviceEntry, ErrorKind, Generation, HeldFence,
     Instance, MAX_DEVICES, RamRange, RemoteError, Revocation, Secret, Transport,

@@ -17,18 +17,22 @@
 //! in any way costs its own lease; the broker keeps a descriptor of the connection until the
 //! process is gone, so that the borrower is not told that its memory is out of use before it is.
 
+mod borrower;
 mod child;
 mod confine;
+mod create;
 mod device;
 mod kept;
 mod medium;
 mod messages;
 mod process;
+mod start_error;
 mod text;
 
+pub(crate) use borrower::Borrower;
 pub use child::Program;
 pub(crate) use child::{Worker, Workers};
-pub(crate) use device::{Borrower, WorkerDevice};
+pub(crate) use device::WorkerDevice;
 pub(crate) use kept::{ANOTHER_KIND, Adopted, OpenWindow, Record, needs_broker};
 pub(crate) use messages::{Answer, Call, CallReply, Numbered, Order};
 pub use process::{WorkerError, run};

@@ -237,6 +237,9 @@ pub(crate) enum Chapter {
     Neighbour,
     /// fio's jobs over a network, beside NVMe over TCP. Measured only if it is named.
     Network,
+    /// fio's jobs on a borrowed virtio-blk disk, beside QEMU's own virtio-blk-pci. Measured only if it is
+    /// named, and without the other chapters that need a guest.
+    Virtio,
 }
 
 /// What hosts are.
@@ -252,8 +255,8 @@ impl Bench {
     /// Whether to measure that.
     pub(crate) fn wants(&self, chapter: Chapter) -> bool {
         match self.only.as_slice() {
-            // Other hosts are made for it, and it takes root.
-            [] if chapter == Chapter::Network => false,
+            // Other hosts are made for the one, and it takes root; the other has the jobs of `Fio`.
+            [] if matches!(chapter, Chapter::Network | Chapter::Virtio) => false,
             // Naming jobs implies fio.
             [] => self.jobs.is_empty() || chapter == Chapter::Fio,
             only => only.contains(&chapter),
@@ -288,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn all_but_the_network_is_measured_unless_something_is_named() {
+    fn all_but_network_and_virtio_is_measured_unless_something_is_named() {
         let wanted = |args: &[&str]| {
             let args = [&["xtask", "bench"], args].concat();
             let Some(Verb::Bench(bench)) = Args::try_parse_from(args).unwrap().verb else {
@@ -301,7 +304,7 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         let mut all = Chapter::value_variants().to_vec();
-        all.retain(|chapter| *chapter != Chapter::Network);
+        all.retain(|chapter| !matches!(chapter, Chapter::Network | Chapter::Virtio));
         assert_eq!(wanted(&[]), all);
         assert_eq!(wanted(&["--quick"]), all);
         assert_eq!(wanted(&["--only", "network"]), [Chapter::Network]);

@@ -47,9 +47,17 @@ pub(crate) struct Scene {
     image: PathBuf,
     /// Before the backend, which may be the first of several.
     _keeper: KeptUntilDropped,
+    model: Model,
     backend: Child,
     lender: Child,
     directory: TempDir,
+}
+
+/// What the borrowed disk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Model {
+    Nvme,
+    VirtioBlk,
 }
 
 /// A VM's size.
@@ -111,8 +119,8 @@ impl Drop for KeptUntilDropped {
 }
 
 impl Scene {
-    /// Starts a lender of `image` and a backend for `vm`, with `more` arguments. `directory` is from
-    /// [`directory`].
+    /// Starts a lender of `image` as an NVMe device and a backend for `vm`, with `more` arguments.
+    /// `directory` is from [`directory`].
     pub(crate) fn start(
         program: PathBuf,
         directory: TempDir,
@@ -120,8 +128,20 @@ impl Scene {
         vm: &'static str,
         more: &[&str],
     ) -> Result<Self> {
+        Self::start_as(Model::Nvme, program, directory, image, vm, more)
+    }
+
+    /// As [`Scene::start`], with another device.
+    pub(crate) fn start_as(
+        model: Model,
+        program: PathBuf,
+        directory: TempDir,
+        image: &Path,
+        vm: &'static str,
+        more: &[&str],
+    ) -> Result<Self> {
         let path = directory.path();
-        let lender = lend(&program, path, image)?;
+        let lender = lend(&program, path, image, model)?;
         let serve = ["serve", "--vm", vm, "--device", DEVICE];
         let serve = farside(&program, path, &[&serve, more].concat());
         let mut backend = Child::spawn("the backend", serve, &path.join("backend.log"))?;
@@ -131,6 +151,7 @@ impl Scene {
             vm,
             image: image.to_owned(),
             _keeper: KeptUntilDropped(path.join("keepers").join(vm)),
+            model,
             backend,
             lender,
             directory,
@@ -194,7 +215,8 @@ impl Scene {
     /// Kills the lender, and starts another.
     pub(crate) fn replace_lender(&mut self) -> Result<()> {
         self.lender.kill()?;
-        self.lender = lend(&self.program, self.directory.path(), &self.image)?;
+        let path = self.directory.path();
+        self.lender = lend(&self.program, path, &self.image, self.model)?;
         Ok(())
     }
 
@@ -307,10 +329,14 @@ impl Scene {
 }
 
 /// Starts a lender of `image`, with its socket in that directory.
-fn lend(program: &Path, directory: &Path, image: &Path) -> Result<Child> {
+fn lend(program: &Path, directory: &Path, image: &Path, model: Model) -> Result<Child> {
     let mut drive = OsString::from(format!("{DEVICE}="));
     drive.push(image);
-    let mut lend = farside(program, directory, &["lend", "--name", "here", "--nvme"]);
+    let option = match model {
+        Model::Nvme => "--nvme",
+        Model::VirtioBlk => "--virtio-blk",
+    };
+    let mut lend = farside(program, directory, &["lend", "--name", "here", option]);
     lend.arg(drive);
     let mut lender = Child::spawn("the lender", lend, &directory.join("lender.log"))?;
     await_socket(&directory.join("lender.sock"), &mut lender)?;

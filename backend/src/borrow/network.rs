@@ -14,7 +14,7 @@ use std::{
 
 use farside_backend_api::{Connection, ConnectionState};
 use farside_devices::{
-    nvme::{MediumKeeper, Notice, Supply, remote_medium},
+    block::{MediumKeeper, Notice, Supply, remote_medium},
     remote::Model,
 };
 use farside_error_chain::Chain;
@@ -199,7 +199,7 @@ pub(super) fn borrow(
         handle: near.handle(),
         since: Instant::now(),
         pause: FIRST_PAUSE,
-        connected: Instant::now(),
+        reconnected: None,
     };
     std::thread::Builder::new()
         .name(format!("keep-{}", settings.device))
@@ -237,8 +237,8 @@ struct Keeping {
     since: Instant,
     /// The next pause between two attempts.
     pause: Duration,
-    /// When the current connection was made.
-    connected: Instant,
+    /// When the current connection was made, if it is not the first.
+    reconnected: Option<Instant>,
 }
 
 impl Keeping {
@@ -249,7 +249,7 @@ impl Keeping {
                 Notice::Release(limit) => self.handle.release(limit),
                 Notice::Lost(error) => {
                     let error = Chain(&error).to_string();
-                    if self.connected.elapsed() >= STABLE {
+                    if self.reconnected.is_none_or(|at| at.elapsed() >= STABLE) {
                         (self.since, self.pause) = (Instant::now(), FIRST_PAUSE);
                     }
                     log::warn!(
@@ -273,9 +273,10 @@ impl Keeping {
         loop {
             let error = match self.connect() {
                 Ok(link) => {
-                    self.connected = Instant::now();
+                    let now = Instant::now();
+                    self.reconnected = Some(now);
                     let state = &self.settings.network;
-                    state.set(ConnectionState::Connected, self.connected, None);
+                    state.set(ConnectionState::Connected, now, None);
                     log::info!(
                         "{}: connected again after {:.1?}: I/O goes on",
                         self.name(),

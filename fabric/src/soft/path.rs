@@ -214,6 +214,23 @@ impl Path {
         found.map_err(|reason| self.refuse(iova, len, access, reason))
     }
 
+    /// Whether [`Path::translate`] would succeed for each part of `[iova, iova + len)`. Counts no refusal.
+    pub fn reaches(&mut self, iova: Iova, len: usize, access: Access) -> bool {
+        let mut done = 0;
+        while self.bus_master && done < len {
+            let at = iova.wrapping_add(done as u64);
+            let found = match self.iotlb.find(at) {
+                Some(entry) => run(entry, at, len - done, access),
+                None => self.walk(at, len - done, access),
+            };
+            match found {
+                Ok(slice) => done += slice.len(),
+                Err(_) => return false,
+            }
+        }
+        self.bus_master
+    }
+
     /// Asks the three tables, one after the other, and remembers the answer.
     #[cold]
     fn walk(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, FaultReason> {

@@ -20,6 +20,9 @@ pub trait Dma {
     /// memory: 1 to `len` bytes. The slice is valid until the device is next quiesced.
     fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault>;
 
+    /// Whether all of `[iova, iova + len)` can be translated. What cannot is no fault: nothing is accessed.
+    fn reaches(&mut self, iova: Iova, len: usize, access: Access) -> bool;
+
     /// Copies `buf.len()` bytes from `iova`. On a fault, the bytes before it have been
     /// copied.
     fn read(&mut self, iova: Iova, buf: &mut [u8]) -> Result<(), Fault> {

@@ -5,15 +5,20 @@
 //! depend on vfio-user, sockets or threads: its owner calls it, from one thread at a
 //! time.
 //!
-//! Only `nvme::block` has `unsafe` code: its engines pass pointers to guest memory to the
+//! Only `block` has `unsafe` code: its engines pass pointers to guest memory to the
 //! kernel.
 
 #![deny(unsafe_code)]
 
+pub mod block;
 pub mod bus;
 pub mod dma_test;
 pub mod nvme;
 pub mod remote;
+pub mod virtio;
+
+#[cfg(test)]
+mod test_bus;
 
 pub use bus::{Bus, Dma, Interrupts};
 

@@ -15,8 +15,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Bus, Device,
+    block::{BlockQueue, RemoteMedium},
     dma_test::DmaTest,
-    nvme::{BlockQueue, Config, ConfigError, Nvme, RemoteMedium},
+    nvme::{self, Nvme},
+    virtio::{self, VirtioBlk},
 };
 
 /// Time between two looks at the connection of a device that is never idle: less than
@@ -29,8 +31,18 @@ const LOOK: Duration = Duration::from_millis(200);
 pub enum Model {
     /// A DMA test device, which has no medium.
     DmaTest(NoMedium),
+    /// A virtio-blk device.
+    VirtioBlk(Virtio),
     /// An NVMe controller.
-    Nvme(Config),
+    Nvme(nvme::Config),
+}
+
+/// A virtio device, by type.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Virtio {
+    /// A virtio-blk device.
+    pub virtio_blk: virtio::Config,
 }
 
 /// A model without a medium, by name.
@@ -46,7 +58,10 @@ pub enum NoMedium {
 pub enum RemoteError {
     /// Its configuration is invalid.
     #[error(transparent)]
-    Config(#[from] ConfigError),
+    Nvme(#[from] nvme::ConfigError),
+    /// As above.
+    #[error(transparent)]
+    Virtio(#[from] virtio::ConfigError),
     /// The system is out of descriptors.
     #[error("cannot watch the connection of a lease")]
     System(#[source] io::Error),
@@ -66,6 +81,9 @@ impl Model {
     ) -> Result<Box<dyn Device>, RemoteError> {
         Ok(match self {
             Self::Nvme(config) => Box::new(Nvme::with_remote(id, config, medium, size)?),
+            Self::VirtioBlk(Virtio { virtio_blk }) => {
+                Box::new(VirtioBlk::with_remote(id, virtio_blk, medium, size)?)
+            }
             Self::DmaTest(NoMedium::DmaTest) => {
                 Box::new(WithoutMedium::new(DmaTest::new(), medium).map_err(RemoteError::System)?)
             }

@@ -20,6 +20,10 @@ impl Dma for DmaPort<'_> {
     fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {
         self.0.translate(iova, len, access)
     }
+
+    fn reaches(&mut self, iova: Iova, len: usize, access: Access) -> bool {
+        self.0.reaches(iova, len, access)
+    }
 }
 
 /// Interrupts to the borrower: through its VMM's eventfds, or the relay.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use farside_daemon::{DeviceId, VmName};
-use farside_devices::nvme::ImageId;
+use farside_devices::block::ImageId;
 use farside_error_chain::Chain as Causes;
 use farside_lender_protocol::{
     ErrorKind, Generation, HeldFence, KeptFor, RemoteError, Secret, Transport,

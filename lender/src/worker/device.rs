@@ -1,7 +1,6 @@
 //! The broker's part of a device that workers serve.
 
 use std::{
-    ffi::OsString,
     fs::File,
     io,
     os::fd::{AsFd, OwnedFd},
@@ -11,20 +10,26 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, cgroup};
-use farside_devices::{Device, dma_test, nvme, remote};
+use farside_devices::{
+    Device,
+    block::{EngineChoice, Image, ImageId},
+    dma_test, nvme, remote, virtio,
+};
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
-    BarOwner, Channel, ChannelError, Described, DeviceEntry, Generation, MediumLease, RamRange,
-    RemoteError, Reply, STATE_PAGE, Secret, Transport,
+    BarOwner, Channel, Described, DeviceEntry, Generation, MediumLease, RamRange, RemoteError,
+    Reply, STATE_PAGE, Secret, Transport,
 };
 use farside_medium::Secrets;
 use farside_vfio::SecondHandle;
 use rustix::fd::BorrowedFd;
 
 use super::{
+    borrower::Borrower,
     child::{Worker, Workers},
     kept::{Adopted, KeptDevice, KeptLease, Record, descriptors},
     messages::{Model, Order, Served, ServedMedium, Start},
+    start_error::StartError,
 };
 use crate::{
     config,
@@ -59,7 +64,7 @@ enum Kind {
 struct ModelKind {
     model: config::Model,
     /// Locked while it is open.
-    image: Option<nvme::Image>,
+    image: Option<Image>,
     described: Described,
     adapter: Adapter,
 }
@@ -72,7 +77,7 @@ impl WorkerDevice {
         adapter: Adapter,
         workers: Workers,
         adopted: Option<Adopted>,
-    ) -> Result<Self, nvme::ConfigError> {
+    ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let (mut open, mut adopted) = (None, adopted);
         match adopted.as_mut().map(|it| it.go_on(&model, &adapter)) {
             Some(Ok(image)) => open = image,
@@ -88,6 +93,11 @@ impl WorkerDevice {
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
                 let state = STATE_PAGE + nvme::STATE_BYTES;
                 (config.description(image.size), Some(image), state)
+            }
+            // It ends with its worker.
+            config::Model::VirtioBlk(config) => {
+                let image = open.take().map_or_else(|| config.open_image(), Ok)?;
+                (config.description(image.size), Some(image), 0)
             }
             config::Model::DmaTest(_) => (dma_test::DmaTest::new().description().clone(), None, 0),
         };
@@ -198,11 +208,11 @@ impl WorkerDevice {
     }
 
     /// The medium, if it can be lent over the network.
-    pub(crate) fn medium(&self) -> Option<io::Result<nvme::ImageId>> {
+    pub(crate) fn medium(&self) -> Option<io::Result<ImageId>> {
         match &self.device {
-            Kind::Model(model) => Some(match &model.image {
+            Kind::Model(kind) => Some(match &kind.image {
                 Some(image) => image.id(),
-                None => Ok(nvme::ImageId::None),
+                None => Ok(ImageId::None),
             }),
             Kind::Function(_) | Kind::Server(_) => None,
         }
@@ -327,6 +337,12 @@ impl WorkerDevice {
                 image: self.id.as_str().into(),
                 ..config.clone()
             }),
+            config::Model::VirtioBlk(config) => remote::Model::VirtioBlk(remote::Virtio {
+                virtio_blk: virtio::Config {
+                    image: self.id.as_str().into(),
+                    ..config.clone()
+                },
+            }),
             config::Model::DmaTest(_) => remote::Model::DmaTest(remote::NoMedium::DmaTest),
         };
         let image = kind.image.as_ref();
@@ -347,7 +363,8 @@ impl WorkerDevice {
         };
         let (engine, read_only) = match &kind.model {
             config::Model::Nvme(config) => (config.engine, config.read_only),
-            config::Model::DmaTest(_) => (nvme::EngineChoice::Threads, true),
+            config::Model::VirtioBlk(config) => (config.engine, config.read_only),
+            config::Model::DmaTest(_) => (EngineChoice::Threads, true),
         };
         Ok(Served::Medium(Box::new(ServedMedium {
             engine,
@@ -369,6 +386,11 @@ impl WorkerDevice {
         };
         let model = match (&kind.model, &kind.image) {
             (config::Model::Nvme(config), Some(image)) => Model::Nvme {
+                config: serde_json::to_string(config).map_err(StartError::Config)?,
+                size: image.size,
+                punches_holes: image.punches_holes,
+            },
+            (config::Model::VirtioBlk(config), Some(image)) => Model::VirtioBlk {
                 config: serde_json::to_string(config).map_err(StartError::Config)?,
                 size: image.size,
                 punches_holes: image.punches_holes,
@@ -533,34 +555,6 @@ impl Available for WorkerDevice {
     }
 }
 
-/// The borrower's end of a lease in the broker, until the lease has ended: closing it tells the borrower
-/// that its memory is out of use.
-pub(crate) enum Borrower {
-    /// Its worker answers.
-    Asking(Channel),
-    /// It has its answer: frames follow.
-    Lent(OwnedFd),
-}
-
-impl Borrower {
-    /// The connection, if it can be answered.
-    fn channel(self) -> Option<Channel> {
-        match self {
-            Self::Asking(channel) => Some(channel),
-            Self::Lent(_) => None,
-        }
-    }
-}
-
-impl AsFd for Borrower {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Asking(channel) => channel.as_fd(),
-            Self::Lent(socket) => socket.as_fd(),
-        }
-    }
-}
-
 /// A worker with its lease, and what is kept of that.
 type Started = (Worker, Borrower, Option<Record>);
 
@@ -568,28 +562,4 @@ type Started = (Worker, Borrower, Option<Record>);
 struct Spawned {
     worker: Worker,
     their_calls: OwnedFd,
-}
-
-/// Why a worker could not be started.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum StartError {
-    #[error("cannot start the worker process {program:?}")]
-    Spawn {
-        program: OsString,
-        source: io::Error,
-    },
-    #[error("cannot limit the memory of a worker process (worker-memory-max)")]
-    Group(#[source] io::Error),
-    #[error("cannot make the channels to a worker process")]
-    Channel(#[source] io::Error),
-    #[error("cannot encode the device's configuration")]
-    Config(#[source] serde_json::Error),
-    #[error("cannot hand the lease to the worker process")]
-    Send(#[source] ChannelError),
-    #[error("cannot tell the borrower of its lease")]
-    Reply(#[source] ChannelError),
-    #[error("the device has no medium")]
-    NoMedium,
-    #[error(transparent)]
-    Server(RemoteError),
 }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, cgroup};
-use farside_devices::nvme;
+use farside_devices::{block::Image, nvme};
 use farside_fabric::{
     LutRange, PeerAddress,
     soft::{Adapter, AdapterTables},
@@ -26,7 +26,7 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Signal, pidfd_send_signal},
 };
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{
     child::Worker,
@@ -192,13 +192,13 @@ impl Adopted {
         &mut self,
         model: &config::Model,
         adapter: &Adapter,
-    ) -> Result<Option<nvme::Image>, String> {
+    ) -> Result<Option<Image>, String> {
         let image = self.image(model)?;
         self.restore(adapter.tables())?;
         Ok(image)
     }
 
-    fn image(&self, config: &config::Model) -> Result<Option<nvme::Image>, String> {
+    fn image(&self, config: &config::Model) -> Result<Option<Image>, String> {
         if self.connection.is_none() {
             // It has ended.
             return Ok(None);
@@ -206,8 +206,10 @@ impl Adopted {
         let KeptDevice::Model(model) = &self.lease.served else {
             return Err(ANOTHER_KIND.into());
         };
-        match (config, model, &self.image) {
-            (config::Model::DmaTest(_), Model::DmaTest, None) => Ok(None),
+        let (same, path, size, punches_holes) = match (config, model) {
+            (config::Model::DmaTest(_), Model::DmaTest) if self.image.is_none() => {
+                return Ok(None);
+            }
             (
                 config::Model::Nvme(now),
                 Model::Nvme {
@@ -215,26 +217,32 @@ impl Adopted {
                     size,
                     punches_holes,
                 },
-                Some(image),
-            ) => {
-                // A later version may write keys that an earlier one has left out.
-                let then = serde_json::from_str::<nvme::Config>(config);
-                let then = then.and_then(|then| serde_json::to_string(&then));
-                if serde_json::to_string(now).ok() != then.ok() {
-                    return Err("its configuration has changed".into());
-                }
-                if !is_at(image, &now.image) {
-                    return Err(format!("{} is another file now", now.image.display()));
-                }
-                let file = image.try_clone().map_err(|error| error.to_string())?;
-                Ok(Some(nvme::Image {
-                    file,
-                    size: *size,
-                    punches_holes: *punches_holes,
-                }))
-            }
-            _ => Err(ANOTHER_KIND.into()),
+            ) => (is_same(now, config), &now.image, size, punches_holes),
+            (
+                config::Model::VirtioBlk(now),
+                Model::VirtioBlk {
+                    config,
+                    size,
+                    punches_holes,
+                },
+            ) => (is_same(now, config), &now.image, size, punches_holes),
+            _ => return Err(ANOTHER_KIND.into()),
+        };
+        let Some(image) = &self.image else {
+            return Err(ANOTHER_KIND.into());
+        };
+        if !same {
+            return Err("its configuration has changed".into());
         }
+        if !is_at(image, path) {
+            return Err(format!("{} is another file now", path.display()));
+        }
+        let file = image.try_clone().map_err(|error| error.to_string())?;
+        Ok(Some(Image {
+            file,
+            size: *size,
+            punches_holes: *punches_holes,
+        }))
     }
 
     /// The function, if the worker has this one open.
@@ -322,7 +330,8 @@ impl KeptLease {
     pub(crate) fn state(served: &KeptDevice) -> Option<u32> {
         match served {
             KeptDevice::Model(Model::Nvme { .. }) => Some(nvme::STATE_FORMAT.version()),
-            KeptDevice::Model(Model::DmaTest) | KeptDevice::Function(..) => None,
+            KeptDevice::Model(Model::DmaTest | Model::VirtioBlk { .. })
+            | KeptDevice::Function(..) => None,
         }
     }
 
@@ -441,6 +450,13 @@ pub(super) fn wait(pidfd: &OwnedFd, timeout: Option<Duration>) -> bool {
             ready => return ready.is_ok_and(|ready| ready > 0),
         }
     }
+}
+
+/// Whether the configuration is the one that was recorded as JSON. A later version may write keys that an earlier one has
+/// left out.
+fn is_same<C: Serialize + DeserializeOwned>(now: &C, then: &str) -> bool {
+    let then = serde_json::from_str::<C>(then).and_then(|then| serde_json::to_string(&then));
+    serde_json::to_string(now).ok() == then.ok()
 }
 
 fn is_at(file: &File, path: &Path) -> bool {

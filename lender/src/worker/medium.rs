@@ -8,7 +8,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName};
-use farside_devices::nvme::{Ended, LentMedium, Turn};
+use farside_devices::block::{Ended, LentMedium, Turn};
 use farside_error_chain::Chain;
 use farside_lender_protocol::{Channel, Counter, Generation, LimitUse, Resource, Revocation};
 use farside_medium::{Link, LinkError};

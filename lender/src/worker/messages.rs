@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use farside_daemon::VmName;
-use farside_devices::nvme::EngineChoice;
+use farside_devices::block::EngineChoice;
 use farside_fabric::{LutRange, NtbLimits, PeerAddress};
 use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Secret, Transport};
 use farside_medium::Secrets;
@@ -96,6 +96,15 @@ pub(crate) enum Model {
     },
     /// The DMA test device.
     DmaTest,
+    /// A virtio-blk device. The image comes as a descriptor.
+    VirtioBlk {
+        /// Its configuration, as JSON.
+        config: String,
+        /// Bytes of the image.
+        size: u64,
+        /// Whether holes can be punched in it.
+        punches_holes: bool,
+    },
 }
 
 /// The answer to an [`Order`].

@@ -12,10 +12,7 @@ use farside_daemon::{
     confine::{ConfineError, locking},
     limit_open_files,
 };
-use farside_devices::{
-    Device, dma_test,
-    nvme::{self, LentMedium},
-};
+use farside_devices::block::LentMedium;
 use farside_error_chain::Chain;
 use farside_fabric::{
     Budget, FabricError, LutRange, PeerAddress,
@@ -32,8 +29,9 @@ use rustix::{
 
 use super::{
     confine::{self, UserChangeError},
+    create::create,
     medium::MediumLease,
-    messages::{Answer, Call, CallReply, Model, Numbered, Order, Served, Start},
+    messages::{Answer, Call, CallReply, Numbered, Order, Served, Start},
 };
 use crate::{
     device_loop::{DeviceLoop, Home, Line},
@@ -266,33 +264,6 @@ fn no_image() -> io::Result<OwnedFd> {
 fn give_up_rights(keep: CapabilitySet) -> Result<(), WorkerError> {
     confine::change_user(keep)?;
     Ok(confine::give_up_privileges(keep)?)
-}
-
-/// Creates a software model, whose image, if it has one, is the next descriptor.
-fn create(
-    id: &DeviceId,
-    model: Model,
-    next: &mut dyn FnMut() -> Result<OwnedFd, WorkerError>,
-) -> Result<Box<dyn Device>, WorkerError> {
-    match model {
-        Model::DmaTest => Ok(Box::new(dma_test::DmaTest::new())),
-        Model::Nvme {
-            config,
-            size,
-            punches_holes,
-        } => {
-            let image = nvme::Image {
-                file: next()?.into(),
-                size,
-                punches_holes,
-            };
-            let config =
-                serde_json::from_str(&config).map_err(|e| WorkerError::Device(e.into()))?;
-            let nvme = nvme::Nvme::with_image(id, &config, image);
-            let nvme = nvme.map_err(|error| WorkerError::Device(error.into()))?;
-            Ok(Box::new(nvme))
-        }
-    }
 }
 
 /// Opens a function, and gives the broker a handle on it.

@@ -2,7 +2,6 @@
 
 use std::{
     fs::File,
-    io,
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
@@ -25,9 +24,8 @@ use crate::{
     wire::{Cursor, HEADER, Header, Message},
 };
 
-/// The major version of the protocol.
+/// The version of the protocol.
 const MAJOR: u16 = 0;
-/// The minor version.
 const MINOR: u16 = 1;
 
 /// Most bytes of a server's version data.
@@ -590,7 +588,7 @@ impl Client {
     fn end(&mut self) {
         self.ended = true;
         // Fails if the server has ended it.
-        let _: io::Result<()> = shutdown(&self.socket, Shutdown::Both).map_err(Into::into);
+        let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }
 

@@ -238,8 +238,8 @@ fn a_server_reaches_memory_that_it_may_by_messages_and_no_other() {
         // One more, between requests.
         peer.send((78, DMA_WRITE), 0, &dma(0x1000, 1, &[5]));
         assert_eq!(peer.receive().0, 78);
-        // Until the client ends: the end of the connection would be an error of `serve`.
-        let _ = peer.0.read(&mut [0]);
+        // The client ends the connection.
+        assert_eq!(peer.0.read(&mut [0]).unwrap(), 0);
     });
     let mut client = Client::connect(&path).unwrap();
     let mut page = Page(vec![1; 4096]);

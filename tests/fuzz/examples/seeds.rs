@@ -445,6 +445,7 @@ fn main() -> std::io::Result<()> {
         ("nvme", steps()),
         ("qmp", qmp()),
         ("register_tokens", steps()),
+        ("virtio", steps()),
     ] {
         let directory = Path::new(&corpus).join(target);
         fs::create_dir_all(&directory)?;

@@ -25,12 +25,13 @@ mod migrations;
 mod nvme_driver;
 mod qmp;
 mod register_tokens;
+mod virtio_driver;
 
 /// A target: its name, and the function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 17] = [
+pub const TARGETS: [Target; 18] = [
     ("admin", admin::run),
     ("backend", backend::run),
     ("config_files", config_files::run),
@@ -48,6 +49,7 @@ pub const TARGETS: [Target; 17] = [
     ("nvme", nvme_driver::run),
     ("qmp", qmp::run),
     ("register_tokens", register_tokens::run),
+    ("virtio", virtio_driver::run),
 ];
 
 /// Runs the target `name` on `input`.
@@ -90,7 +92,10 @@ mod crashes {
 }
 use crashes::{live_world, world};
 
-/// A guest's memory and NVMe driver, from the tests of the model.
+/// A guest's memory and drivers, from the tests of the models.
+#[path = "../../../lender/devices/src/test_bus.rs"]
+#[allow(dead_code, reason = "those tests use the rest")]
+mod test_bus;
 #[path = "../../../lender/devices/src/nvme/tests"]
 #[allow(dead_code, reason = "those tests use the rest")]
 mod nvme_tests {
@@ -109,15 +114,15 @@ mod nvme_tests {
         pub(crate) enum Faults {}
 
         pub(crate) enum Watch {}
-
-        impl Watch {
-            pub(crate) fn translate(&self, _iova: u64) {
-                match *self {}
-            }
-        }
     }
 }
-use farside_devices::{Bus, Device, Dma, Interrupts, nvme};
+/// A virtio-blk driver, from the tests of the model.
+#[path = "../../../lender/devices/src/virtio/tests"]
+#[allow(dead_code, reason = "those tests use the rest")]
+mod virtio_tests {
+    pub(crate) mod world;
+}
+use farside_devices::{Bus, Device, Dma, Interrupts, block, nvme, virtio};
 
 #[path = "../../../backend/vfio-user/tests/support/device.rs"]
 #[allow(dead_code, reason = "those tests use the rest")]

@@ -4,7 +4,7 @@
 
 use std::{cell::RefCell, fs::File, os::unix::net::UnixStream};
 
-use farside_devices::nvme::{Ended, EngineChoice, LentMedium};
+use farside_devices::block::{Ended, EngineChoice, LentMedium};
 use farside_medium::{Frame, HEADER, Link, LinkError};
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 

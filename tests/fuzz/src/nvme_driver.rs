@@ -6,8 +6,8 @@
 
 use crate::{
     Device,
+    block::EngineChoice,
     input::Input,
-    nvme::EngineChoice,
     nvme_tests::world::{ACQ, ASQ, BASE, DATA, Driver, OK, Pair, SHADOWS, SIZE, Sqe},
 };
 

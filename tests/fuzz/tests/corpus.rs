@@ -63,4 +63,5 @@ targets! {
     nvme
     qmp
     register_tokens
+    virtio
 }

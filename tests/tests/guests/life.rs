@@ -254,7 +254,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
 /// Unplugs a device, and waits until QEMU has released it. There is no `DEVICE_DELETED`
 /// event: QEMU 11.1 never frees a `vfio-user-pci` with MSI-X (the memory region of its PBA
 /// holds a reference to its owner), and keeps the socket open until it ends.
-fn unplug(guest: &Guest<'_>, id: &str) -> anyhow::Result<()> {
+pub fn unplug(guest: &Guest<'_>, id: &str) -> anyhow::Result<()> {
     let id = qemu_id(&id.parse()?);
     guest.qmp().execute("device_del", json!({ "id": id }))?;
     let deadline = Instant::now() + SHORT;

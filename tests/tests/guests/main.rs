@@ -22,6 +22,7 @@ mod revoke;
 mod sharing;
 mod start;
 mod viommu;
+mod virtio;
 
 use farside_tests::{Cluster, Weight, told, trial};
 use libtest_mimic::{Arguments, Completion, Failed};
@@ -105,6 +106,7 @@ fn main() {
         refusals::memory_that_may_not_be_locked_is_refused,
         viommu::pages_are_mapped_for_each_io_and_for_no_longer,
         viommu::one_that_hides_its_mappings_is_named,
+        virtio::a_virtio_blk_disk_is_used_reset_and_removed,
     ]
     .map(|(name, test)| {
         let heavy = HEAVY.iter().find(|(it, _)| *it == name);

@@ -36,6 +36,7 @@ fn main() {
         moves::the_lender_may_be_one_of_the_two_hosts,
         network::a_drive_moves_with_its_large_vm,
         network::a_guest_outlasts_a_cut_longer_than_its_drivers_limit,
+        network::a_virtio_blk_disk_waits_for_its_lender,
         network::a_guest_loses_a_drive_that_stays_out_of_reach_and_lives_on,
         attacks::two_migrations_at_once_are_one,
         attacks::both_hosts_go_on_at_once_and_one_has_the_vm,

@@ -13,6 +13,9 @@ use crate::stage::{IMAGE, Stage};
 /// Longer than a silent connection counts as one.
 const SILENCE: Duration = Duration::from_secs(13);
 
+/// In seconds.
+const YOUNG_LOST_AFTER: u64 = 5;
+
 /// A boot id.
 pub const ANOTHER_SYSTEM: &str = "0c1d2e3f405162738495a6b7c8d9eaf0";
 
@@ -104,6 +107,22 @@ pub fn a_drive_crosses_with_tls(stage: &mut Stage) -> Result<()> {
     let vmm = stage.boot("web1")?;
     let io = vmm.step("io 8M")?;
     check_medium(stage, "disk0.img", &io);
+    stage.daemon(lender).kill()?;
+    stage.vmm()?.begin("io 4M 16M")?;
+    wait_connection(stage, "web1", ConnectionState::Waiting)?;
+    stage.lend("disk0.img")?;
+    let io = stage.vmm()?.succeeded()?;
+    check_medium(stage, "disk0.img", &io);
+    Ok(())
+}
+
+/// Of a lease that is older than `lost-after` when its first connection is lost, and younger than what makes a connection a
+/// stable one.
+pub fn a_young_lease_is_kept_for_all_of_the_time(stage: &mut Stage) -> Result<()> {
+    let lender = stage.lend("disk0.img")?;
+    stage.serve("web1", YOUNG_LOST_AFTER)?;
+    stage.boot("web1")?.step("io 1M")?;
+    std::thread::sleep(Duration::from_secs(YOUNG_LOST_AFTER + 1));
     stage.daemon(lender).kill()?;
     stage.vmm()?.begin("io 4M 16M")?;
     wait_connection(stage, "web1", ConnectionState::Waiting)?;

@@ -6,7 +6,7 @@ use farside_bench::{Environment, environment};
 use farside_testbed::Testbed;
 
 use super::Settings;
-use crate::args::Bench;
+use crate::args::{Bench, Chapter};
 
 /// The environment, except what only the guest can report.
 pub(super) fn environment(
@@ -17,6 +17,10 @@ pub(super) fn environment(
 ) -> Environment {
     let kernel = rustix::system::uname();
     let program = args.program.as_deref().map(Path::display);
+    let disks = match args.wants(Chapter::Virtio) {
+        true => "virtio-blk",
+        false => "NVMe",
+    };
     let options = [
         (
             "program",
@@ -26,6 +30,7 @@ pub(super) fn environment(
         ("seconds", settings.seconds.to_string()),
         ("images", images.display().to_string()),
         ("vIOMMU", if args.viommu { "on" } else { "off" }.to_owned()),
+        ("disks", disks.to_owned()),
         ("own disk", format!("cache=writeback,aio={}", args.own_aio)),
     ];
     let commit = git(&["rev-parse", "--short=12", "HEAD"]);

@@ -5,7 +5,7 @@ use std::{ffi::OsString, path::Path};
 use anyhow::{Context, Result, ensure};
 use farside_testbed::{Testbed, Vm};
 
-use crate::scene::{BOOT, Guest, SHORT, Scene, Size};
+use crate::scene::{BOOT, Guest, Model, SHORT, Scene, Size};
 
 /// The guest's size.
 const SIZE: Size = Size {
@@ -30,6 +30,7 @@ pub(super) struct Drives {
 pub(super) fn boot(
     scene: &Scene,
     testbed: &Testbed,
+    model: Model,
     own_image: &Path,
     own_aio: &str,
     viommu: bool,
@@ -40,7 +41,11 @@ pub(super) fn boot(
         // Commas in a value are doubled.
         own_image.display().to_string().replace(',', ",,"),
     );
-    let device = format!("nvme,drive=own,serial={OWN_SERIAL}");
+    let driver = match model {
+        Model::Nvme => "nvme",
+        Model::VirtioBlk => "virtio-blk-pci",
+    };
+    let device = format!("{driver},drive=own,serial={OWN_SERIAL}");
     // QEMU creates devices in this order, and a vIOMMU must precede the devices behind it.
     let (before, kernel): (&[&str], &[&str]) = match viommu {
         true => (&["-device", VIOMMU], TRANSLATE),
@@ -52,7 +57,10 @@ pub(super) fn boot(
     let guest = scene.launch(testbed, &SIZE, kernel, &arguments)?;
     guest.vm.qmp().execute("cont", serde_json::json!({}))?;
     guest.vm.wait_agent(BOOT)?;
-    let drives = find_drives(&guest.vm)?;
+    let drives = match model {
+        Model::Nvme => find_drives(&guest.vm)?,
+        Model::VirtioBlk => find_virtio(&guest.vm)?,
+    };
     Ok((guest, drives))
 }
 
@@ -68,5 +76,29 @@ fn find_drives(vm: &Vm) -> Result<Drives> {
     Ok(Drives {
         borrowed: format!("nvme{}n1", 1 - own),
         own: format!("nvme{own}n1"),
+    })
+}
+
+fn find_virtio(vm: &Vm) -> Result<Drives> {
+    vm.exec_ok("modprobe virtio_blk", SHORT)?;
+    for path in ["/dev/vda", "/dev/vdb"] {
+        vm.wait_path(path, SHORT)?;
+    }
+    // Without a line end.
+    let serial = vm.exec_ok("cat /sys/block/vda/serial", SHORT)?;
+    let own_is_first = serial.trim() == OWN_SERIAL;
+    let (own, borrowed) = if own_is_first {
+        ("vda", "vdb")
+    } else {
+        ("vdb", "vda")
+    };
+    let serial = vm.exec_ok(&format!("cat /sys/block/{own}/serial"), SHORT)?;
+    ensure!(
+        serial.trim() == OWN_SERIAL,
+        "no disk {OWN_SERIAL}: the serial number of {own} is {serial:?}"
+    );
+    Ok(Drives {
+        borrowed: borrowed.into(),
+        own: own.into(),
     })
 }

@@ -1,5 +1,5 @@
 //! The borrowed NVMe device compared with QEMU's own `nvme` device: one guest has both, on
-//! equal images, and fio runs on them in turns.
+//! equal images, and fio runs on them in turns. Likewise a borrowed virtio-blk disk and QEMU's own.
 //!
 //! [`drives`] measures both, [`measure`] runs fio once, [`ping_pong`] measures the latency
 //! of a device of [`testers`]. [`micro`] and [`neighbour`] need no guest.
@@ -27,7 +27,7 @@ use crate::{
     args::{Bench, Chapter, Hosts},
     cargo::{self, Profile},
     cpu, interrupt,
-    scene::{self, Scene},
+    scene::{self, Model, Scene},
 };
 use drives::Both;
 use guest::Drives;
@@ -85,6 +85,13 @@ impl Settings {
 
 pub(crate) fn run(args: &Bench) -> Result<()> {
     let start = Instant::now();
+    let in_guest = [Chapter::Fio, Chapter::Sweep, Chapter::PingPong];
+    let with_nvme = in_guest.into_iter().any(|chapter| args.wants(chapter));
+    let with_virtio = args.wants(Chapter::Virtio);
+    ensure!(
+        !(with_nvme && with_virtio),
+        "--only virtio has the jobs of --only fio, in another guest: measure the two one after the other"
+    );
     let program = match &args.program {
         Some(program) => std::path::absolute(program)?,
         None => cargo::build_product(Profile::Release)?,
@@ -142,8 +149,7 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
             results.jobs.extend(network::in_vms(&parameters)?);
         }
     }
-    let in_guest = [Chapter::Fio, Chapter::Sweep, Chapter::PingPong];
-    if in_guest.into_iter().any(|chapter| args.wants(chapter)) {
+    if with_nvme || with_virtio {
         in_a_guest(
             args,
             &settings,
@@ -181,7 +187,12 @@ fn in_a_guest(
     progress: &Progress,
     results: &mut Results,
 ) -> Result<()> {
-    let scene = Scene::start(
+    let model = match args.wants(Chapter::Virtio) {
+        true => Model::VirtioBlk,
+        false => Model::Nvme,
+    };
+    let scene = Scene::start_as(
+        model,
         program.to_owned(),
         scene::directory(VM)?,
         &images.borrowed,
@@ -196,6 +207,7 @@ fn in_a_guest(
         args,
         settings,
         scene: &scene,
+        model,
         testbed,
         images,
         progress,
@@ -217,6 +229,7 @@ struct Stage<'a> {
     args: &'a Bench,
     settings: &'a Settings,
     scene: &'a Scene,
+    model: Model,
     testbed: &'a Testbed,
     images: &'a Images,
     progress: &'a Progress,
@@ -231,6 +244,7 @@ impl Stage<'_> {
         let (guest, drives) = guest::boot(
             scene,
             self.testbed,
+            self.model,
             &self.images.own,
             &args.own_aio,
             args.viommu,
@@ -273,7 +287,7 @@ impl Stage<'_> {
                 self.progress,
             )?)?;
         }
-        if args.wants(Chapter::Fio) {
+        if args.wants(Chapter::Fio) || args.wants(Chapter::Virtio) {
             let wanted =
                 |name: &str| args.jobs.is_empty() || args.jobs.iter().any(|job| job == name);
             let jobs: Vec<_> = JOBS.iter().filter(|job| wanted(&job.name)).collect();

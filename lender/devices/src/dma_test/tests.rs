@@ -20,6 +20,10 @@ impl Dma for FakeDma {
         true
     }
 
+    fn reaches(&mut self, iova: Iova, len: usize, access: Access) -> bool {
+        self.gather(iova, len, access, &mut Vec::new()).is_ok()
+    }
+
     fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {
         let refuse = |reason| {
             Err(Fault {

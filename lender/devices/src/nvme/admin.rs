@@ -3,7 +3,6 @@
 use farside_fabric::{Access, Iova, memory::HostSlice};
 
 use super::{
-    block::BlockQueue,
     command::{Command, DataPointer, NSID_ALL, admin},
     controller::{Nvme, Outcome},
     doorbells::DoorbellBuffer,
@@ -17,7 +16,7 @@ use super::{
     slots::Work,
     status::Status,
 };
-use crate::{Bus, Dma};
+use crate::{Bus, Dma, block::BlockQueue};
 
 /// Executes a command of the admin queue.
 pub(super) fn execute(

@@ -7,14 +7,12 @@ use serde::{Deserialize, Serialize};
 use farside_fabric::Size;
 use farside_pci::Description;
 
-use super::{
-    block::{EngineChoice, Image, ImageAccess, ImageError},
-    pci,
-    registers::MAX_VECTORS,
+use super::{pci, registers::MAX_VECTORS};
+use crate::block::{
+    EngineChoice, Image, ImageAccess, ImageError, SERIAL_LEN,
+    serial::{is_text, serial_for},
 };
 
-/// Bytes of the serial number field of Identify (ASCII).
-pub const SERIAL_LEN: usize = 20;
 /// Bytes of the model number field of Identify (ASCII).
 pub const MODEL_LEN: usize = 40;
 
@@ -125,7 +123,7 @@ impl Config {
             true => ImageAccess::ReadOnly,
             false => ImageAccess::ReadWrite,
         };
-        Ok(Image::open(&self.image, access, self.block_size)?)
+        Ok(Image::open(&self.image, access, self.block_size, "nvme")?)
     }
 
     /// The function on an image of `size` bytes.
@@ -139,39 +137,17 @@ impl Config {
 
     /// The serial number of the device `id`.
     pub(super) fn serial_for(&self, id: &str) -> String {
-        match &self.serial {
-            Some(serial) => serial.clone(),
-            None if check_text("id", id, SERIAL_LEN).is_ok() => id.to_owned(),
-            // Too long or not ASCII: a part of the id, and a hash for uniqueness.
-            None => {
-                let front: String = id
-                    .chars()
-                    .filter(char::is_ascii_alphanumeric)
-                    .take(SERIAL_LEN - 9)
-                    .collect();
-                format!("{front}-{:08x}", fnv(id.as_bytes()) as u32)
-            }
-        }
+        serial_for(self.serial.as_deref(), id)
     }
 }
 
 fn check_text(field: &'static str, value: &str, max: usize) -> Result<(), ConfigError> {
-    let printable = value.chars().all(|c| c.is_ascii_graphic() || c == ' ');
-    if value.is_empty() || value.len() > max || !printable || value.trim() != value {
-        return Err(ConfigError::Text {
+    match is_text(value, max) {
+        true => Ok(()),
+        false => Err(ConfigError::Text {
             field,
             value: value.to_owned(),
             max,
-        });
+        }),
     }
-    Ok(())
-}
-
-/// FNV-1a with 128 bits, for unique identifiers. Not cryptographic.
-pub(super) fn fnv(bytes: &[u8]) -> u128 {
-    const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
-    const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
-    bytes.iter().fold(BASIS, |hash, &byte| {
-        (hash ^ u128::from(byte)).wrapping_mul(PRIME)
-    })
 }

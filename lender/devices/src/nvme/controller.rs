@@ -21,7 +21,6 @@ use farside_fabric::{Access, Fault, memory::HostSlice};
 
 use super::{
     admin,
-    block::{BlockError, BlockQueue, Durability, Image, RemoteMedium, Tag},
     command::{Command, DataPointer},
     config::{Config, ConfigError},
     events::{Event, Events},
@@ -29,7 +28,6 @@ use super::{
     identify::Names,
     io,
     logs::{ErrorEntry, Logs},
-    medium::Medium,
     namespace::{Namespace, uuid_from},
     queues::{DoorbellError, Queues},
     registers::{Registers, Shutdown},
@@ -40,7 +38,10 @@ use super::{
 };
 use farside_pci::Description;
 
-use crate::{Bus, Dma};
+use crate::{
+    Bus, Dma,
+    block::{BlockError, BlockQueue, Durability, Image, RemoteMedium, Tag, medium::Medium},
+};
 
 /// Most commands fetched from one queue before the next queue.
 const BURST: usize = 32;

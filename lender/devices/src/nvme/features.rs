@@ -5,10 +5,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::{
     identify::{TEMPERATURE, WARNING_TEMPERATURE},
-    medium::warning,
     state::saved::SavedFeatures,
     status::Status,
 };
+use crate::block::medium::warning;
 
 const ARBITRATION: u8 = 0x01;
 const POWER_MANAGEMENT: u8 = 0x02;

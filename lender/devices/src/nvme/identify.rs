@@ -1,7 +1,7 @@
 //! Identify data structures (NVM Express 1.4, 5.15.2).
 
 use super::{
-    config::{MODEL_LEN, SERIAL_LEN},
+    config::MODEL_LEN,
     events::MAX_EVENT_REQUESTS,
     logs::ERROR_LOG_ENTRIES,
     namespace::{NSID, Namespace},
@@ -9,6 +9,7 @@ use super::{
     registers::VERSION,
     sgl,
 };
+use crate::block::SERIAL_LEN;
 
 /// Bytes of every Identify data structure.
 pub const SIZE: usize = 4096;

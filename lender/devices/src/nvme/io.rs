@@ -6,16 +6,17 @@ use farside_fabric::{Access, memory::HostSlice};
 
 use super::{
     admin::copy_out,
-    block::{BlockError, BlockQueue, Durability, Tag},
     command::{Command, io},
     controller::{Nvme, Outcome},
     identify::MAX_TRANSFER,
-    medium::Direction,
     namespace::Extent,
     slots::Work,
     status::Status,
 };
-use crate::Bus;
+use crate::{
+    Bus,
+    block::{BlockError, BlockQueue, Durability, Tag, medium::Direction},
+};
 
 /// The command that a slot is for.
 pub(super) struct Target {

@@ -5,10 +5,10 @@ use std::{collections::VecDeque, time::Instant};
 use super::{
     command::{admin, io},
     identify::{FIRMWARE, TEMPERATURE},
-    medium::warning,
     stats::Stats,
     status::Status,
 };
+use crate::block::medium::warning;
 
 /// Error information.
 pub const ERROR_INFORMATION: u8 = 0x01;

@@ -9,7 +9,7 @@
 //!    (`command`, `admin`, `io`). Lists of pages or descriptors are copied
 //!    once too, within bounds (`prp`, `sgl`).
 //! 3. The pages become host slices, the slices vectors of one system call
-//!    (`block`): data moves between the image and guest memory without a
+//!    ([`block`](crate::block)): data moves between the image and guest memory without a
 //!    bounce buffer.
 //! 4. When the I/O is complete, the completion is posted and, once per batch, the
 //!    interrupt raised (`queues`).
@@ -28,7 +28,6 @@
 //! set until then.
 
 mod admin;
-mod block;
 mod command;
 mod config;
 mod controller;
@@ -38,7 +37,6 @@ mod features;
 mod identify;
 mod io;
 mod logs;
-mod medium;
 mod namespace;
 mod pci;
 mod prp;
@@ -53,14 +51,9 @@ mod stats;
 mod status;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
-pub(crate) use block::BlockQueue;
-pub use block::{
-    Ended, EngineChoice, Image, ImageError, ImageId, LentMedium, MediumKeeper, Notice,
-    RemoteMedium, Supply, Turn, remote_medium,
-};
-pub use config::{Config, ConfigError, MODEL_LEN, SERIAL_LEN};
+pub use config::{Config, ConfigError, MODEL_LEN};
 pub use controller::Nvme;
 pub use pci::{DEVICE_ID, VENDOR_ID};
 

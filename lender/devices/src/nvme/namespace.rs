@@ -1,6 +1,7 @@
 //! The namespace: its size, its identifiers and its medium's capabilities.
 
-use super::{command::NSID_ALL, config::fnv, status::Status};
+use super::{command::NSID_ALL, status::Status};
+use crate::block::serial::fnv;
 
 /// The only namespace.
 pub const NSID: u32 = 1;

@@ -1,9 +1,10 @@
 //! Commands in flight. A slot's number is its tag at the medium.
 
-use super::{block::Tag, namespace::Extent, state::Entry};
+use super::{namespace::Extent, state::Entry};
+use crate::block::{DEPTH, Tag};
 
 /// Most I/O commands in flight; at the limit the controller stops fetching.
-pub const IO_SLOTS: u16 = 1024;
+pub const IO_SLOTS: u16 = DEPTH - RESERVED_SLOTS;
 /// Slots reserved for admin commands and shutdown, so that I/O cannot starve them.
 pub const RESERVED_SLOTS: u16 = 4;
 

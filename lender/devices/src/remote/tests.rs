@@ -6,8 +6,8 @@ use farside_medium::Link;
 use super::*;
 use crate::{
     Dma, Interrupts,
+    block::{Ended, EngineChoice, LentMedium, MediumKeeper, Notice, Supply, remote_medium},
     dma_test::{Command, reg, status},
-    nvme::{Ended, EngineChoice, LentMedium, MediumKeeper, Notice, Supply, remote_medium},
 };
 
 /// Guest memory from address 0 on.
@@ -16,6 +16,10 @@ struct Memory(std::sync::Arc<SharedMemory>);
 impl Dma for Memory {
     fn is_bus_master(&self) -> bool {
         true
+    }
+
+    fn reaches(&mut self, iova: Iova, len: usize, _access: Access) -> bool {
+        self.0.slice(iova.get() as usize, len).is_some()
     }
 
     fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {
@@ -219,10 +223,15 @@ fn a_lease_without_a_medium_has_nothing_to_read_or_write() {
 
 #[test]
 fn a_model_is_described_by_its_name_or_its_configuration() {
-    let nvme: Config = toml::from_str("image = 'disk0'\nserial = 'S1'").unwrap();
+    let nvme: nvme::Config = toml::from_str("image = 'disk0'\nserial = 'S1'").unwrap();
+    let virtio_blk = virtio::Config::new("disk1");
     for (model, text) in [
         (Model::DmaTest(NoMedium::DmaTest), "\"dma-test\""),
         (Model::Nvme(nvme), "{\"image\":\"disk0\""),
+        (
+            Model::VirtioBlk(Virtio { virtio_blk }),
+            "{\"virtio-blk\":{\"image\":\"disk1\"",
+        ),
     ] {
         let json = serde_json::to_string(&model).unwrap();
         assert!(json.starts_with(text), "{json}");

@@ -258,3 +258,19 @@ fn a_worker_without_a_medium_ends_no_chain() {
     assert!(matches!(reply, CallReply::Refused(_)), "{reply:?}");
     assert!(ended.try_recv().is_err());
 }
+
+/// Its medium is lent over the network; within the host, its state ends with its worker.
+#[test]
+fn the_medium_of_a_virtio_blk_disk_can_be_lent() {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(1 << 20).unwrap();
+    let id = "disk0".parse().unwrap();
+    let adapter = Adapter::new(Default::default()).unwrap();
+    let model = Model::virtio_blk(image.path().to_owned(), false);
+    let device = WorkerDevice::open(&id, model, adapter, workers(idle()), None).unwrap();
+    for transport in [Transport::SharedMemory, Transport::Network] {
+        device.check(None, transport, &[]).unwrap();
+    }
+    assert!(matches!(device.medium(), Some(Ok(_))));
+    assert_eq!(device.described().state, 0);
+}

@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use farside_daemon::VmName;
-use farside_devices::nvme::ImageId;
+use farside_devices::block::ImageId;
 use farside_lender_protocol::{ErrorKind, HeldFence, RemoteError, Request, Secret};
 
 use super::{

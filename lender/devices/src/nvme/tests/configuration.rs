@@ -7,7 +7,8 @@ use farside_pci::BarKind;
 use super::world::{Driver, image};
 use crate::{
     Device,
-    nvme::{Config, ConfigError, EngineChoice, ImageError, Nvme},
+    block::{EngineChoice, ImageError},
+    nvme::{Config, ConfigError, Nvme},
 };
 
 fn refusal(config: &Config) -> String {

@@ -9,7 +9,7 @@ use super::{
     watch::{Effect, Id, Watch},
     world::{DATA, Driver, OK, Sqe, pattern},
 };
-use crate::{Device, nvme::block::faulty::Faults};
+use crate::{Device, block::faulty::Faults};
 
 /// Pages of the namespace that are used; each has a buffer.
 const PAGES: u64 = 48;

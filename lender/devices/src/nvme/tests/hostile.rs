@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 
 use super::world::{BASE, DATA, Driver, SIZE, Sqe};
-use crate::{Device, nvme::EngineChoice};
+use crate::{Device, block::EngineChoice};
 
 #[derive(Clone, Debug)]
 enum Act {

@@ -16,7 +16,8 @@ use rustix::mount::{
 use super::world::{DATA, Driver, IMAGE, OK, Sqe};
 use crate::{
     Device,
-    nvme::{Config, ConfigError, ImageError, Nvme, status::Status},
+    block::ImageError,
+    nvme::{Config, ConfigError, Nvme, status::Status},
 };
 
 const CAPACITY_EXCEEDED: (u16, u16) = (0, 0x81);

@@ -10,9 +10,9 @@ use super::{
 };
 use crate::{
     Device,
+    block::BlockQueue,
     nvme::{
         Nvme,
-        block::BlockQueue,
         slots::{IO_SLOTS, RESERVED_SLOTS},
     },
 };
@@ -31,7 +31,12 @@ impl Driver {
     pub fn set_faults(&mut self, faults: Faults) -> Watch {
         let watch = Watch::default();
         self.faults = Some(faults);
-        self.memory.watch = Some(watch.clone());
+        self.watch = Some(watch.clone());
+        let watching = watch.clone();
+        self.memory.on_translate = Some(Box::new(move |iova| {
+            crash::point();
+            watching.translate(iova.get());
+        }));
         self.nvme = self.open();
         watch
     }
@@ -42,7 +47,7 @@ impl Driver {
 
     fn open(&self) -> Nvme {
         let image = clone(&self.lent);
-        let (Some(faults), Some(watch)) = (self.faults, self.memory.watch.clone()) else {
+        let (Some(faults), Some(watch)) = (self.faults, self.watch.clone()) else {
             return Nvme::with_image("disk0", &self.config, image).unwrap();
         };
         let depth = IO_SLOTS + RESERVED_SLOTS;
@@ -61,7 +66,7 @@ impl Driver {
         self.kills += 1;
         self.irq.line = false;
         self.nvme = self.open();
-        if let Some(watch) = &self.memory.watch {
+        if let Some(watch) = &self.watch {
             watch.restarted(&self.posted());
         }
         let state = self.state.clone().unwrap();

@@ -8,31 +8,25 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_fabric::{
-    Access, Fault, FaultReason, Iova,
-    memory::{HostSlice, SharedMemory},
-};
+use farside_fabric::memory::HostSlice;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    fs::{MemfdFlags, ftruncate, memfd_create},
     io::retry_on_intr,
 };
 use tempfile::TempDir;
 
 pub use super::entries::{Cqe, OK, Sqe};
 use super::{
-    crash::{self, Killed},
+    crash::Killed,
     failing::{Faults, Watch},
 };
+pub use crate::test_bus::{BASE, Irq, Memory, SIZE};
 use crate::{
-    Bus, Device, Dma, Interrupts,
-    nvme::{Config, EngineChoice, Image, Nvme},
+    Bus, Device,
+    block::{EngineChoice, Image},
+    nvme::{Config, Nvme},
 };
 
-/// First IOVA of the guest's memory.
-pub const BASE: u64 = 0x4000_0000;
-/// Bytes of the guest's memory.
-pub const SIZE: usize = 48 << 20;
 /// Bytes of an image.
 pub const IMAGE: u64 = 16 << 20;
 
@@ -46,130 +40,6 @@ pub const RINGS: u64 = BASE + 0x10_0000;
 pub const DATA: u64 = BASE + 0x100_0000;
 /// Entries of the admin queues.
 pub const ADMIN_ENTRIES: u16 = 32;
-
-/// Guest memory: one mapped range, and faults elsewhere.
-pub struct Memory {
-    pub all: HostSlice,
-    /// The same memory, mapped read-only: a write through a translation for reading
-    /// crashes the test.
-    readable: HostSlice,
-    /// Longest run that is contiguous in host memory.
-    pub run: usize,
-    pub faults: Vec<Fault>,
-    pub translations: u64,
-    /// Bus-master enable.
-    pub bus_master: bool,
-    pub watch: Option<Watch>,
-}
-
-impl Memory {
-    fn new() -> Self {
-        let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
-        ftruncate(&file, SIZE as u64).unwrap();
-        let readable = SharedMemory::map(file.try_clone().unwrap(), 0, SIZE, false).unwrap();
-        let memory = SharedMemory::map(file, 0, SIZE, true).unwrap();
-        Self {
-            all: memory.slice(0, SIZE).unwrap(),
-            readable: readable.slice(0, SIZE).unwrap(),
-            run: usize::MAX,
-            faults: Vec::new(),
-            translations: 0,
-            bus_master: true,
-            watch: None,
-        }
-    }
-
-    pub fn put(&self, at: u64, bytes: &[u8]) {
-        let offset = (at - BASE) as usize;
-        self.all.slice(offset, bytes.len()).unwrap().write(bytes);
-    }
-
-    pub fn get(&self, at: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        let offset = (at - BASE) as usize;
-        self.all.slice(offset, len).unwrap().read(&mut bytes);
-        bytes
-    }
-
-    pub fn get_u32(&self, at: u64) -> u32 {
-        u32::from_le_bytes(self.get(at, 4).try_into().unwrap())
-    }
-
-    pub fn put_qwords(&self, at: u64, qwords: impl IntoIterator<Item = u64>) {
-        for (index, qword) in qwords.into_iter().enumerate() {
-            self.put(at + index as u64 * 8, &qword.to_le_bytes());
-        }
-    }
-}
-
-impl Dma for Memory {
-    fn is_bus_master(&self) -> bool {
-        self.bus_master
-    }
-
-    fn translate(&mut self, iova: Iova, len: usize, access: Access) -> Result<HostSlice, Fault> {
-        self.translations += 1;
-        if let Some(watch) = &self.watch {
-            crash::point();
-            watch.translate(iova.get());
-        }
-        let inside = iova
-            .offset_from(Iova::new(BASE))
-            .filter(|&offset| offset < SIZE as u64)
-            .map(|offset| {
-                let offset = offset as usize;
-                let run = self.run - offset % self.run;
-                (offset, len.min(run).min(SIZE - offset))
-            });
-        match inside {
-            Some((offset, len)) => {
-                let memory = match access {
-                    Access::Read => &self.readable,
-                    Access::Write => &self.all,
-                };
-                Ok(memory.slice(offset, len).unwrap())
-            }
-            None => {
-                let fault = Fault {
-                    iova,
-                    len: len as u64,
-                    access,
-                    reason: FaultReason::LenderDomain,
-                };
-                self.faults.push(fault);
-                Err(fault)
-            }
-        }
-    }
-}
-
-/// Interrupts that were raised.
-#[derive(Default)]
-pub struct Irq {
-    pub raised: Vec<u16>,
-    pub line: bool,
-    pub pending: Vec<u16>,
-    pub intx: bool,
-}
-
-impl Interrupts for Irq {
-    fn raise(&mut self, vector: u16) {
-        self.raised.push(vector);
-    }
-
-    fn set_intx(&mut self, asserted: bool) {
-        assert_ne!(self.line, asserted, "the line is set when it changes");
-        self.line = asserted;
-    }
-
-    fn is_pending(&self, vector: u16) -> bool {
-        self.pending.contains(&vector)
-    }
-
-    fn intx_in_use(&self) -> bool {
-        self.intx
-    }
-}
 
 /// The driver's end of a queue pair.
 #[derive(Clone, Copy, Debug)]
@@ -218,6 +88,7 @@ pub struct Driver {
     pub(super) lent: Image,
     /// Of a medium that fails.
     pub(super) faults: Option<Faults>,
+    pub(super) watch: Option<Watch>,
     /// The state of a controller that can be killed.
     pub state: Option<HostSlice>,
     /// How often it was.
@@ -262,6 +133,7 @@ impl Driver {
             nvme: Nvme::with_image("disk0", &config, clone(&lent)).unwrap(),
             lent,
             faults: None,
+            watch: None,
             memory: Memory::new(),
             irq: Irq::default(),
             pairs: Vec::new(),

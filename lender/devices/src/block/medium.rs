@@ -13,7 +13,7 @@ use std::{
 
 use farside_medium::Condition;
 
-use super::block::BlockError;
+use super::BlockError;
 
 /// Time without a failed command before a failure can end.
 const QUIET: Duration = Duration::from_secs(10);

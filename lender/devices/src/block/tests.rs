@@ -37,7 +37,7 @@ fn memory(len: usize) -> (rustix::fd::OwnedFd, HostSlice) {
 
 /// For `cargo xtask test`: libtest captures `eprintln!`.
 fn skipped(test: &str, why: &dyn std::fmt::Display) {
-    let test = format_args!("nvme::block::tests::{test}");
+    let test = format_args!("block::tests::{test}");
     writeln!(stdout().lock(), "skipped: {test}: {why}").unwrap();
 }
 

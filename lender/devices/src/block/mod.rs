@@ -13,11 +13,13 @@
 #![allow(unsafe_code)]
 
 #[cfg(test)]
-pub mod faulty;
+pub(crate) mod faulty;
 mod image;
 mod inline;
 mod lent;
+pub(crate) mod medium;
 mod network;
+pub(crate) mod serial;
 mod threads;
 mod transfer;
 mod uring;
@@ -42,6 +44,7 @@ use serde::{Deserialize, Serialize};
 pub use image::{Image, ImageAccess, ImageError, ImageId};
 pub use lent::{Ended, LentMedium, Turn};
 pub use network::{MediumKeeper, Notice, RemoteMedium, Supply, remote_medium};
+pub use serial::SERIAL_LEN;
 
 use inline::Inline;
 use network::Network;
@@ -61,6 +64,9 @@ pub enum EngineChoice {
     /// A small pool of threads with `preadv` and `pwritev`.
     Threads,
 }
+
+/// Most transfers in flight of a model.
+pub const DEPTH: u16 = 1028;
 
 /// Identifies a transfer; below the queue's depth.
 pub type Tag = u16;
@@ -220,7 +226,7 @@ impl BlockQueue {
     pub fn faulty(
         file: File,
         faults: faulty::Faults,
-        watch: super::tests::watch::Watch,
+        watch: crate::nvme::tests::watch::Watch,
         depth: u16,
     ) -> io::Result<Self> {
         let engine = Box::new(faulty::Faulty::start(file, faults, watch)?);

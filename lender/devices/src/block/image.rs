@@ -50,9 +50,9 @@ pub enum ImageError {
     },
     /// The file or device is write-protected and `read_only` is not set.
     #[error(
-        "image {path} is write-protected; make it writable, or lend it read-only (lender.toml: `model.nvme = {{ image = {path:?}, read-only = true }}`; or `--nvme ID=IMAGE,read-only`)"
+        "image {path} is write-protected; make it writable, or lend it read-only (lender.toml: `model.{model} = {{ image = {path:?}, read-only = true }}`; or `--{model} ID=IMAGE,read-only`)"
     )]
-    WriteProtected { path: PathBuf },
+    WriteProtected { path: PathBuf, model: &'static str },
     /// The file may not be opened for reading.
     #[error("image {path} cannot be read: permission denied")]
     PermissionDenied { path: PathBuf },
@@ -67,7 +67,9 @@ pub enum ImageError {
 /// Whether the image may be written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ImageAccess {
+    /// Not.
     ReadOnly,
+    /// It may.
     ReadWrite,
 }
 
@@ -157,11 +159,17 @@ impl Image {
     }
 
     /// Opens and locks an image. If it is in use, retries for [`IN_USE_TIMEOUT`], for
-    /// example for the previous process of a lender that restarts.
-    pub fn open(path: &Path, access: ImageAccess, block_size: u32) -> Result<Self, ImageError> {
+    /// example for the previous process of a lender that restarts. `model` is what errors suggest
+    /// to configure.
+    pub fn open(
+        path: &Path,
+        access: ImageAccess,
+        block_size: u32,
+        model: &'static str,
+    ) -> Result<Self, ImageError> {
         let until = Instant::now() + IN_USE_TIMEOUT;
         loop {
-            match Self::try_open(path, access, block_size) {
+            match Self::try_open(path, access, block_size, model) {
                 Err(ImageError::InUse { .. }) if Instant::now() < until => {
                     std::thread::sleep(IN_USE_STEP);
                 }
@@ -170,7 +178,12 @@ impl Image {
         }
     }
 
-    fn try_open(path: &Path, access: ImageAccess, block_size: u32) -> Result<Self, ImageError> {
+    fn try_open(
+        path: &Path,
+        access: ImageAccess,
+        block_size: u32,
+        model: &'static str,
+    ) -> Result<Self, ImageError> {
         let at = || path.to_owned();
         let io = |source| ImageError::Io { path: at(), source };
         let metadata = std::fs::metadata(path).map_err(|source| match source.kind() {
@@ -188,7 +201,7 @@ impl Image {
         let writable = access == ImageAccess::ReadWrite;
         // The kernel ignores write protection for root; respect it.
         if writable && metadata.permissions().readonly() {
-            return Err(ImageError::WriteProtected { path: at() });
+            return Err(ImageError::WriteProtected { path: at(), model });
         }
         let mut options = OpenOptions::new();
         options.read(true).write(writable);
@@ -204,7 +217,7 @@ impl Image {
                     (io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem, _)
                         if writable =>
                     {
-                        ImageError::WriteProtected { path: at() }
+                        ImageError::WriteProtected { path: at(), model }
                     }
                     (io::ErrorKind::PermissionDenied, _) => {
                         ImageError::PermissionDenied { path: at() }
@@ -213,7 +226,7 @@ impl Image {
                 })?;
         // A read-only device can be opened for writing, but each write fails.
         if kind.is_block_device() && writable && is_read_only(&file).map_err(io)? {
-            return Err(ImageError::WriteProtected { path: at() });
+            return Err(ImageError::WriteProtected { path: at(), model });
         }
         let lock = match access {
             ImageAccess::ReadOnly => FlockOperation::NonBlockingLockShared,
@@ -265,7 +278,7 @@ mod tests {
         let path = directory.path().join("disk0.img");
         let make = || {
             std::fs::write(&path, [0; 4096]).unwrap();
-            let image = Image::open(&path, ImageAccess::ReadWrite, 512).unwrap();
+            let image = Image::open(&path, ImageAccess::ReadWrite, 512, "nvme").unwrap();
             image.id()
         };
         let first = match make() {
@@ -280,7 +293,7 @@ mod tests {
         assert_eq!(make().unwrap(), first);
         let renamed = directory.path().join("renamed.img");
         std::fs::rename(&path, &renamed).unwrap();
-        let image = Image::open(&renamed, ImageAccess::ReadOnly, 512).unwrap();
+        let image = Image::open(&renamed, ImageAccess::ReadOnly, 512, "nvme").unwrap();
         assert_eq!(image.id().unwrap(), first);
         // The inode of a removed file is free.
         drop(image);

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use rustix::net::{SendFlags, send};
 
 use super::*;
-use crate::nvme::block::{BlockError, BlockQueue, Ended, EngineChoice, LentMedium};
+use crate::block::{BlockError, BlockQueue, Ended, EngineChoice, LentMedium};
 
 const SIZE: u64 = 1 << 20;
 const DEPTH: u16 = 8;

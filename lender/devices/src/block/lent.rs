@@ -16,10 +16,9 @@ use std::{
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_medium::{Condition, Frame, FrameError, Link, LinkError, MAX_DATA, Memory};
 
-use super::{BlockError, BlockQueue, Durability, EngineChoice, PUNCH_HOLE, Tag, ZERO_RANGE};
-use crate::nvme::{
+use super::{
+    BlockError, BlockQueue, DEPTH, Durability, EngineChoice, PUNCH_HOLE, Tag, ZERO_RANGE,
     medium::{Direction as MediumDirection, Medium},
-    slots::{IO_SLOTS, RESERVED_SLOTS},
 };
 
 /// Bytes for the data of operations in flight.
@@ -111,7 +110,7 @@ impl LentMedium {
         (size, read_only): (u64, bool),
         (name, link): (&str, Link),
     ) -> io::Result<Self> {
-        let depth = IO_SLOTS + RESERVED_SLOTS;
+        let depth = DEPTH;
         let parts = (MEMORY / PART) as u16;
         Ok(Self {
             block: BlockQueue::open(file, engine, depth)?,

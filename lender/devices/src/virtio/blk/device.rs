@@ -1,0 +1,105 @@
+//! The device's implementation of [`Device`].
+
+use std::os::fd::BorrowedFd;
+
+use farside_fabric::memory::HostSlice;
+use farside_pci::Description;
+
+use super::VirtioBlk;
+use crate::{Bus, Device, block::DEPTH, virtio::pci::BAR_SIZE};
+
+impl Device for VirtioBlk {
+    fn description(&self) -> &Description {
+        self.transport.description()
+    }
+
+    fn bar_read(&mut self, bar: u8, at: u64, data: &mut [u8], bus: &mut Bus<'_>) {
+        data.fill(0);
+        if bar == 0 && at < BAR_SIZE {
+            self.transport.read(at, data, &self.config, bus);
+        }
+    }
+
+    fn bar_write(&mut self, bar: u8, at: u64, data: &[u8], bus: &mut Bus<'_>) {
+        if bar == 0 && at < BAR_SIZE {
+            let written = self.transport.write(at, data, bus);
+            self.written(written, bus);
+        }
+    }
+
+    /// BAR 0 has no sparse mmap area.
+    fn set_bar_memory(&mut self, _bar: u8, _area: usize, _memory: Option<HostSlice>) {}
+
+    fn poll(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.run(bus)
+    }
+
+    fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
+        // Without room, a completion wakes the device.
+        let pending =
+            self.may_take(bus) && self.transport.enable_notifications(bus) && self.slots.has_room();
+        !pending && !self.block.is_busy()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.block.wake_fd())
+    }
+
+    fn quiesce(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.quiesced = true;
+        self.block.hurry();
+        self.turn_block(bus);
+        self.interrupt_driver(bus);
+        self.advance(bus);
+        let quiet = self.slots.in_flight() == 0;
+        if quiet {
+            self.transport.forget_translations();
+        }
+        quiet
+    }
+
+    fn resume(&mut self, bus: &mut Bus<'_>) {
+        self.quiesced = false;
+        self.advance(bus);
+    }
+
+    fn reset(&mut self) {
+        // The owner has quiesced the device: this does not block.
+        self.block.drain();
+        for tag in 0..DEPTH {
+            self.block.release(tag);
+        }
+        self.slots.clear();
+        self.transport.power_on();
+        self.forget_session();
+        self.quiesced = false;
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.block.sync()
+    }
+
+    fn problem(&self) -> Option<&str> {
+        self.medium.problem()
+    }
+
+    fn in_flight(&self) -> Option<(u64, u64)> {
+        Some((self.slots.busy() as u64, DEPTH.into()))
+    }
+
+    fn stats(&self) -> Vec<(&'static str, u64)> {
+        let stats = &self.stats;
+        vec![
+            ("requests", stats.requests),
+            ("reads", stats.reads),
+            ("writes", stats.writes),
+            ("bytes_read", stats.bytes_read),
+            ("bytes_written", stats.bytes_written),
+            ("flushes", stats.flushes),
+            ("discards", stats.discards),
+            ("zeroes", stats.zeroes),
+            ("errors", stats.errors),
+            ("notifications", stats.notifications),
+        ]
+    }
+}

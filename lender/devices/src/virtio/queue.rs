@@ -1,0 +1,219 @@
+//! A virtqueue (virtio 1.2, 2.7): `virtio-queue`'s, in guest memory that DMA reaches.
+//!
+//! Each value is read once. The crate ends a descriptor chain where it is malformed or unreadable, as at
+//! its end; that is told apart here by the last descriptor's `NEXT` flag.
+
+use std::{fmt, sync::atomic::Ordering};
+
+use farside_fabric::{Access, Fault, Iova};
+use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::memory::{KeptRange, QueueMemory};
+use crate::Dma;
+
+/// Most entries of a queue.
+pub(super) const MAX_SIZE: u16 = 256;
+
+/// What a driver has configured of a queue (4.1.4.3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct QueueSetup {
+    /// Entries.
+    pub(super) size: u16,
+    /// Descriptor area.
+    pub(super) descriptors: u64,
+    /// Driver area.
+    pub(super) available: u64,
+    /// Device area.
+    pub(super) used: u64,
+}
+
+impl QueueSetup {
+    pub(super) const RESET: Self = Self {
+        size: MAX_SIZE,
+        descriptors: 0,
+        available: 0,
+        used: 0,
+    };
+}
+
+/// A buffer of a request: a descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Segment {
+    pub(super) at: Iova,
+    pub(super) len: u32,
+    /// Device-writable.
+    pub(super) writable: bool,
+}
+
+/// Why a queue cannot be used until a reset.
+#[derive(Debug)]
+pub(super) enum QueueError {
+    /// DMA to its rings or to an indirect table was refused.
+    Fault(Fault),
+    /// What the driver has put there is invalid.
+    Ring(virtio_queue::Error),
+    /// A descriptor chain loops, leaves its table, or is longer than this.
+    Chain(usize),
+}
+
+impl fmt::Display for QueueError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fault(fault) => write!(f, "{fault}"),
+            Self::Ring(error) => write!(f, "{error}"),
+            Self::Chain(most) => write!(
+                f,
+                "a descriptor chain loops, leaves its table, or has more than {most} descriptors"
+            ),
+        }
+    }
+}
+
+/// An enabled queue.
+#[derive(Debug)]
+pub(super) struct VirtQueue {
+    queue: Queue,
+    /// Descriptor table, available ring, used ring.
+    kept: [KeptRange; 3],
+    /// The driver may suppress its notifications, by a flag.
+    quiet: bool,
+}
+
+impl VirtQueue {
+    /// # Errors
+    /// An invalid size or alignment.
+    pub(super) fn new(setup: &QueueSetup) -> Result<Self, virtio_queue::Error> {
+        let QueueSetup {
+            size,
+            descriptors,
+            available,
+            used,
+        } = *setup;
+        let mut queue = Queue::new(MAX_SIZE)?;
+        queue.try_set_size(size)?;
+        queue.try_set_desc_table_address(GuestAddress(descriptors))?;
+        queue.try_set_avail_ring_address(GuestAddress(available))?;
+        queue.try_set_used_ring_address(GuestAddress(used))?;
+        queue.set_ready(true);
+        let entries = usize::from(size);
+        // Each ring with its event index (2.7).
+        let range = |at, len, access| KeptRange::new(Iova::new(at), len, access);
+        Ok(Self {
+            queue,
+            kept: [
+                range(descriptors, 16 * entries, Access::Read),
+                range(available, 6 + 2 * entries, Access::Read),
+                range(used, 6 + 8 * entries, Access::Write),
+            ],
+            quiet: false,
+        })
+    }
+
+    /// Whether VIRTIO_F_EVENT_IDX was negotiated.
+    pub(super) fn set_event_idx(&mut self, negotiated: bool) {
+        self.queue.set_event_idx(negotiated);
+    }
+
+    /// Drops translations, as a quiesce requires.
+    pub(super) fn forget_translations(&mut self) {
+        self.kept.iter_mut().for_each(KeptRange::forget);
+    }
+
+    /// Whether its rings can be accessed.
+    pub(super) fn is_reachable(&self, dma: &mut dyn Dma) -> bool {
+        self.kept.iter().all(|range| range.is_reachable(dma))
+    }
+
+    fn with<R>(
+        &mut self,
+        dma: &mut dyn Dma,
+        act: impl FnOnce(&mut Queue, &QueueMemory<'_>) -> Result<R, virtio_queue::Error>,
+    ) -> Result<R, QueueError> {
+        for range in &mut self.kept {
+            range.translate(dma).map_err(QueueError::Fault)?;
+        }
+        let memory = QueueMemory::new(dma, &self.kept);
+        let result = act(&mut self.queue, &memory);
+        match memory.fault() {
+            Some(fault) => Err(QueueError::Fault(fault)),
+            None => result.map_err(QueueError::Ring),
+        }
+    }
+
+    /// Takes the next request: its buffers, of which there may be `most`. Returns the index of its first
+    /// descriptor.
+    pub(super) fn take(
+        &mut self,
+        dma: &mut dyn Dma,
+        segments: &mut Vec<Segment>,
+        most: usize,
+    ) -> Result<Option<u16>, QueueError> {
+        segments.clear();
+        // Also of a chain without descriptors.
+        let mut incomplete = true;
+        let head = self.with(dma, |queue, memory| {
+            let chain = queue.iter(memory)?.next();
+            let Some(mut chain) = chain else {
+                return Ok(None);
+            };
+            let head = chain.head_index();
+            while segments.len() < most && incomplete {
+                let Some(descriptor) = chain.next() else {
+                    break;
+                };
+                incomplete = descriptor.has_next();
+                segments.push(Segment {
+                    at: Iova::new(descriptor.addr().0),
+                    len: descriptor.len(),
+                    writable: descriptor.is_write_only(),
+                });
+            }
+            Ok(Some(head))
+        })?;
+        match head {
+            Some(_) if incomplete => Err(QueueError::Chain(most)),
+            head => Ok(head),
+        }
+    }
+
+    /// Returns a request with `len` bytes written.
+    pub(super) fn give_back(
+        &mut self,
+        dma: &mut dyn Dma,
+        head: u16,
+        len: u32,
+    ) -> Result<(), QueueError> {
+        self.with(dma, |queue, memory| queue.add_used(memory, head, len))
+    }
+
+    /// Whether the driver wants an interrupt for what was returned since the last call.
+    pub(super) fn needs_interrupt(&mut self, dma: &mut dyn Dma) -> Result<bool, QueueError> {
+        self.with(dma, |queue, memory| {
+            if queue.event_idx_enabled() {
+                return queue.needs_notification(memory);
+            }
+            // The crate does not support this flag.
+            let flags = memory
+                .load::<u16>(GuestAddress(queue.avail_ring()), Ordering::Relaxed)
+                .map_err(virtio_queue::Error::GuestMemory)?;
+            Ok(u32::from(u16::from_le(flags)) & VRING_AVAIL_F_NO_INTERRUPT == 0)
+        })
+    }
+
+    /// Has the driver notify of new requests. Returns whether there are any.
+    pub(super) fn enable_notifications(&mut self, dma: &mut dyn Dma) -> Result<bool, QueueError> {
+        self.quiet = false;
+        self.with(dma, |queue, memory| queue.enable_notification(memory))
+    }
+
+    /// Has the driver not notify: the queue is polled.
+    pub(super) fn disable_notifications(&mut self, dma: &mut dyn Dma) -> Result<(), QueueError> {
+        if self.quiet {
+            return Ok(());
+        }
+        self.quiet = true;
+        self.with(dma, |queue, memory| queue.disable_notification(memory))
+    }
+}

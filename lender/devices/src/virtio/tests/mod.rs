@@ -1,0 +1,6 @@
+mod blk;
+mod hostile;
+mod network;
+mod registers;
+mod rings;
+mod world;
