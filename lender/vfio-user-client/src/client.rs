@@ -2,10 +2,7 @@
 
 use std::{
     fs::File,
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     time::{Duration, Instant},
 };
@@ -13,7 +10,10 @@ use std::{
 use farside_irq_relay::{Action, IrqData, IrqTarget, SetIrqs, wire as irq};
 use rustix::{
     io::Errno,
-    net::{Shutdown, shutdown},
+    net::{
+        AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown,
+        socket_with,
+    },
 };
 use serde::{Deserialize, Serialize};
 
@@ -102,16 +102,14 @@ impl Client {
     /// Connects to the server at `path`, and negotiates the version.
     ///
     /// # Errors
-    /// As of a request, [`Command::Version`].
+    /// [`ClientError::Connect`], or as of a request, [`Command::Version`].
     pub fn connect(path: &Path) -> Result<Self, ClientError> {
-        let command = Command::Version;
-        let socket = UnixStream::connect(path);
-        let socket = socket.map_err(|source| ClientError::Socket { command, source })?;
+        let socket = open(path).map_err(|errno| ClientError::Connect(errno.into()))?;
         let limits = Limits {
             max_msg_fds: 1,
             max_data_xfer_size: MAX_DATA as u64,
         };
-        let mut client = Self::resume(socket.into(), limits);
+        let mut client = Self::resume(socket, limits);
         client.negotiate()?;
         Ok(client)
     }
@@ -590,6 +588,14 @@ impl Client {
         // Fails if the server has ended it.
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
+}
+
+/// Connects without waiting: a server that accepts nobody would hold the caller up.
+fn open(path: &Path) -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
 }
 
 impl AsFd for Client {
