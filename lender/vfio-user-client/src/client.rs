@@ -10,10 +10,7 @@ use std::{
 use farside_irq_relay::{Action, IrqData, IrqTarget, SetIrqs, wire as irq};
 use rustix::{
     io::Errno,
-    net::{
-        AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown,
-        socket_with,
-    },
+    net::{Shutdown, shutdown},
 };
 use serde::{Deserialize, Serialize};
 
@@ -104,7 +101,8 @@ impl Client {
     /// # Errors
     /// [`ClientError::Connect`], or as of a request, [`Command::Version`].
     pub fn connect(path: &Path) -> Result<Self, ClientError> {
-        let socket = open(path).map_err(|errno| ClientError::Connect(errno.into()))?;
+        let socket = socket::connect(path);
+        let socket = socket.map_err(|errno| ClientError::Connect(errno.into()))?;
         let limits = Limits {
             max_msg_fds: 1,
             max_data_xfer_size: MAX_DATA as u64,
@@ -588,14 +586,6 @@ impl Client {
         // Fails if the server has ended it.
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
-}
-
-/// Connects without waiting: a server that accepts nobody would hold the caller up.
-fn open(path: &Path) -> Result<OwnedFd, Errno> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    connect(&socket, &SocketAddrUnix::new(path)?)?;
-    Ok(socket)
 }
 
 impl AsFd for Client {
