@@ -18,6 +18,9 @@ use farside_tests::{BorrowState, Cluster, Daemon, MIB};
 /// A part of the name of the VM's memory file.
 const RAM_NAME: &str = "memfd:guest-ram";
 
+/// A register that is never all ones.
+const VERSION: u64 = 8;
+
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A server with an NVMe device, and a lender and a backend that lend it on.
@@ -159,6 +162,13 @@ fn a_device_that_another_farside_serves_is_lent_on() {
     assert_eq!(read, data);
     let image = std::fs::read(stage.inner.directory().join("disk0.img")).unwrap();
     assert_eq!(image[5 * PAGE as usize..][..PAGE as usize], data);
+
+    // A reset of the device in its lease: it answers again.
+    let device = &mut vm.machine.device;
+    device.reset().unwrap();
+    pci::place_bars(device).unwrap();
+    pci::set_command(device, pci::MEMORY | pci::BUS_MASTER).unwrap();
+    assert_ne!(device.load(0, VERSION).unwrap(), u32::MAX);
 
     // Bus mastering off: it has none again.
     pci::set_command(&mut vm.machine.device, pci::MEMORY).unwrap();

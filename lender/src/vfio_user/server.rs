@@ -12,7 +12,7 @@ use farside_error_chain::Chain;
 use farside_fabric::{FabricError, Iova, memory::HostSlice};
 use farside_irq_relay::{IrqCounts, SetIrqs};
 use farside_lender_protocol::{Described, RemoteError};
-use farside_pci::regs::{COMMAND, COMMAND_MASTER, COMMAND_MEMORY};
+use farside_pci::regs::{COMMAND, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY};
 use farside_vfio_user_client::{CONFIG_REGION, Client, ClientError, Memory};
 
 use super::{Device, Files, lost};
@@ -120,7 +120,7 @@ impl Server {
                 logged: false,
             }),
         };
-        server.set_command(COMMAND_MEMORY, COMMAND_MASTER)?;
+        server.decode()?;
         Ok((Arc::new(server), device.files))
     }
 
@@ -160,7 +160,13 @@ impl Server {
     /// Resets the device.
     pub(super) fn reset(&self) -> Result<(), RemoteError> {
         self.with(|client, mapped| client.reset(mapped))
-            .map_err(|error| lost(&error))
+            .map_err(|error| lost(&error))?;
+        self.decode()
+    }
+
+    /// Has the device answer at its BARs, without DMA. The guest's command register is the backend's.
+    fn decode(&self) -> Result<(), RemoteError> {
+        self.set_command(COMMAND_MEMORY | COMMAND_IO, COMMAND_MASTER)
     }
 
     /// Has the device reach `memory`, a part of `file`, at `at`.

@@ -2,10 +2,7 @@
 
 use std::{
     fs::File,
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     time::{Duration, Instant},
 };
@@ -102,16 +99,15 @@ impl Client {
     /// Connects to the server at `path`, and negotiates the version.
     ///
     /// # Errors
-    /// As of a request, [`Command::Version`].
+    /// [`ClientError::Connect`], or as of a request, [`Command::Version`].
     pub fn connect(path: &Path) -> Result<Self, ClientError> {
-        let command = Command::Version;
-        let socket = UnixStream::connect(path);
-        let socket = socket.map_err(|source| ClientError::Socket { command, source })?;
+        let socket = socket::connect(path);
+        let socket = socket.map_err(|errno| ClientError::Connect(errno.into()))?;
         let limits = Limits {
             max_msg_fds: 1,
             max_data_xfer_size: MAX_DATA as u64,
         };
-        let mut client = Self::resume(socket.into(), limits);
+        let mut client = Self::resume(socket, limits);
         client.negotiate()?;
         Ok(client)
     }

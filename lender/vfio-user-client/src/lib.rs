@@ -39,6 +39,9 @@ pub const CONFIG_REGION: u32 = 7;
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
+    /// There is no server at the socket, or it accepts no connections.
+    #[error("cannot connect (is the server running, and does it accept another client?)")]
+    Connect(#[source] io::Error),
     /// The server refuses the request, with this errno.
     #[error("{command}: refused by the server: {}", io::Error::from_raw_os_error(*.errno as i32))]
     Refused {

@@ -4,6 +4,7 @@ use std::{
     io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
     time::Instant,
 };
 
@@ -11,8 +12,9 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     net::{
-        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+        self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags,
+        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+        SocketType, recvmsg, sendmsg, socket_with,
     },
 };
 
@@ -35,6 +37,14 @@ impl From<Errno> for SocketError {
             other => Self::Other(other.into()),
         }
     }
+}
+
+/// Connects without waiting: a server that accepts nobody would hold the caller up.
+pub(crate) fn connect(path: &Path) -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
 }
 
 /// Sends all of `bytes`, the first of them with `fds`.

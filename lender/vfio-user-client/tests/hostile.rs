@@ -9,6 +9,7 @@ use std::{
 };
 
 use farside_vfio_user_client::{Client, ClientError, MAX_DATA, Memory, NoMemory};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
 
 const REPLY: u32 = 1;
 const ERROR: u32 = 1 << 5;
@@ -111,6 +112,22 @@ fn replies_that_are_not_the_one_that_is_due_end_the_connection() {
     ] {
         assert!(matches!(ended, ClientError::Ended), "{ended}");
     }
+}
+
+#[test]
+fn a_server_that_accepts_nobody_holds_nobody_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("device");
+    let _listener = {
+        let socket = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        listen(&socket, 0).unwrap();
+        socket
+    };
+    // Takes the one place.
+    let _waits = UnixStream::connect(&path).unwrap();
+    let error = Client::connect(&path).unwrap_err();
+    assert!(matches!(error, ClientError::Connect(_)), "{error}");
 }
 
 #[test]

@@ -6,6 +6,8 @@ use crate::device::{CONFIG, Device};
 
 // Own constants, not `farside-pci`'s: a test must not share the product's errors.
 
+/// I/O space enable.
+pub const IO: u16 = 1 << 0;
 /// Memory space enable.
 pub const MEMORY: u16 = 1 << 1;
 /// Bus-master enable.
