@@ -6,7 +6,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use farside_tests::Daemon;
+use farside_testbed::Vm;
+use farside_tests::{BOOT, Daemon, sha256_of};
 use libtest_mimic::Completion;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -27,6 +28,10 @@ const OFF: f64 = 5.0;
 
 /// Starts a lender on host `b`, from which the VM borrows, with more lines in its configuration.
 fn lend(stage: &Stage, settings: &str) -> Result<Daemon> {
+    lend_model(stage, "--nvme", settings)
+}
+
+fn lend_model(stage: &Stage, model: &str, settings: &str) -> Result<Daemon> {
     let ca = shown(&stage.path("b", "ca"));
     stage.ok("b", &["pki", "init", "--directory", &ca])?;
     for (host, address) in [("a", "10.99.0.1"), ("b", "10.99.0.2")] {
@@ -39,7 +44,7 @@ fn lend(stage: &Stage, settings: &str) -> Result<Daemon> {
     let drive = format!("disk0={}", shown(&image));
     let address = "tls:10.99.0.2:7410";
     let mut lend = vec![
-        "lend", "--name", "rack1", "--nvme", &drive, "--listen", address,
+        "lend", "--name", "rack1", model, &drive, "--listen", address,
     ];
     lend.extend(["--borrower", "host=a", "--borrower", "host=b"]);
     let lender = Daemon::start("the lender", stage.command("b", &lend)?)?;
@@ -94,6 +99,19 @@ pub fn a_guest_outlasts_a_cut_longer_than_its_drivers_limit(stage: &Stage) -> Re
     chain.grow(&guest)?;
     let limit = format!("echo {DRIVERS_LIMIT} >/sys/block/nvme0n1/queue/io_timeout");
     guest.exec_ok(&limit, crate::SHORT)?;
+    write_over_a_silence(stage, &guest, WRITE)?;
+    let ended = guest.exec_ok("cat /tmp/dd-ended /tmp/dd; dmesg | grep nvme", crate::SHORT)?;
+    ensure!(ended.starts_with("0\n"), "{ended}");
+    ensure!(
+        ended.contains("reset controller"),
+        "the driver has not reset: {ended}"
+    );
+    chain.verify(&guest)?;
+    Ok(Completion::Completed)
+}
+
+/// Writes to the disk while all of its lender is stopped, and after it.
+fn write_over_a_silence(stage: &Stage, guest: &Vm, write: &str) -> Result<()> {
     let signal = |signal| -> Result<()> {
         for pid in stage.processes("b", &["farside"])? {
             let pid = Pid::from_raw(pid).context("a process id")?;
@@ -102,19 +120,44 @@ pub fn a_guest_outlasts_a_cut_longer_than_its_drivers_limit(stage: &Stage) -> Re
         Ok(())
     };
     signal(Signal::STOP)?;
-    guest.exec_ok(WRITE, crate::SHORT)?;
+    guest.exec_ok(write, crate::SHORT)?;
     std::thread::sleep(SILENCE);
     let waits = guest.exec_ok("ls /tmp/dd-ended || echo waits", crate::SHORT)?;
     ensure!(waits.contains("waits"), "I/O without a lender: {waits}");
     signal(Signal::CONT)?;
-    guest.wait_path("/tmp/dd-ended", crate::SHORT)?;
-    let ended = guest.exec_ok("cat /tmp/dd-ended /tmp/dd; dmesg | grep nvme", crate::SHORT)?;
+    guest.wait_path("/tmp/dd-ended", crate::SHORT)
+}
+
+/// Its driver has no time limit: I/O waits.
+pub fn a_virtio_blk_disk_waits_for_its_lender(stage: &Stage) -> Result<Completion> {
+    let _lender = lend_model(stage, "--virtio-blk", "")?;
+    stage.ok("a", &["start", VM])?;
+    let guest = stage.adopt(BOOT)?;
+    guest.wait_agent(BOOT)?;
+    guest.exec_ok("modprobe virtio_blk", crate::SHORT)?;
+    guest.wait_path("/dev/vda", crate::SHORT)?;
+    guest.exec_ok(
+        "head -c 262144 /dev/urandom >/tmp/data; cat /tmp/data /tmp/data >/dev/vda; sync",
+        crate::SHORT,
+    )?;
+    let write = "(dd if=/tmp/data of=/dev/vda bs=4096 seek=8192 oflag=direct conv=fsync 2>/tmp/dd; \
+         echo $? >/tmp/dd-ended) >/dev/null 2>&1 &";
+    write_over_a_silence(stage, &guest, write)?;
+    let ended = guest.exec_ok("cat /tmp/dd-ended /tmp/dd", crate::SHORT)?;
     ensure!(ended.starts_with("0\n"), "{ended}");
+    guest.exec_ok(
+        "echo 3 >/proc/sys/vm/drop_caches
+         for at in 0 64 8192; do
+             dd if=/dev/vda bs=4096 skip=$at count=64 iflag=direct | cmp - /tmp/data || exit 1
+         done",
+        crate::SHORT,
+    )?;
+    let sum = guest.exec_ok("sha256sum /tmp/data", crate::SHORT)?;
+    let there = sha256_of(&stage.path("b", "disk0.img"), 32 << 20, 256 << 10)?;
     ensure!(
-        ended.contains("reset controller"),
-        "the driver has not reset: {ended}"
+        sum.starts_with(&there),
+        "{there} is in the image, not {sum}"
     );
-    chain.verify(&guest)?;
     Ok(Completion::Completed)
 }
 
