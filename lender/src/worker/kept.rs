@@ -456,7 +456,7 @@ pub(super) fn wait(pidfd: &OwnedFd, timeout: Option<Duration>) -> bool {
 /// left out.
 fn is_same<C: Serialize + DeserializeOwned>(now: &C, then: &str) -> bool {
     let then = serde_json::from_str::<C>(then).and_then(|then| serde_json::to_string(&then));
-    serde_json::to_string(now).ok() == then.ok()
+    matches!((serde_json::to_string(now), then), (Ok(now), Ok(then)) if now == then)
 }
 
 fn is_at(file: &File, path: &Path) -> bool {

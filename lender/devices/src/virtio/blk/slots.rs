@@ -78,7 +78,7 @@ impl Slots {
             slots: (0..DEPTH).map(|_| Slot::free()).collect(),
             // LIFO: the most recently used slot is warm in the cache.
             free: (0..DEPTH).rev().collect(),
-            parked: Vec::with_capacity(DEPTH.into()),
+            parked: Vec::new(),
         }
     }
 
