@@ -39,7 +39,7 @@ impl Accel {
 pub const TCG_CPU: &str = "max,la57=off,erms=off,fsrm=off";
 
 /// The CPU of an emulated machine with guests of its own. With [`TCG_CPU`] three of some eighty of
-/// these stood still, idle, of which none had before; why is not known.
+/// these, which had 2 CPUs then (see [`VmBuilder::vcpus`](crate::VmBuilder::vcpus)), hung idle.
 pub(crate) const TCG_HOST_CPU: &str = "max,la57=off";
 
 /// Tries KVM once per boot of the machine and per version of QEMU and guest.
