@@ -39,8 +39,19 @@ impl Accel {
 pub const TCG_CPU: &str = "max,la57=off,erms=off,fsrm=off";
 
 /// The CPU of an emulated machine with guests of its own. With [`TCG_CPU`] three of some eighty of
-/// these stood still, idle, of which none had before; why is not known.
+/// these, which had 2 CPUs then, hung idle.
 pub(crate) const TCG_HOST_CPU: &str = "max,la57=off";
+
+/// The CPU of a guest whose KVM may be that of an emulated VM.
+///
+/// QEMU's emulated SVM keeps the vector of an interrupt that VMRUN injects in `exception_index`.
+/// If another thread makes the CPU leave its loop before the next #VMEXIT or exception (as an
+/// exclusive operation of another CPU does, but an interrupt, which is a #VMEXIT, does not), the
+/// guest gets that vector again, as an exception, whether it has interrupts enabled or not: it
+/// hangs, or KVM gives up. Hence a host has one CPU, and its guests no paravirtual EOI: then the
+/// first step of Linux's interrupt handlers is a #VMEXIT. Firmware has no such step.
+/// `cargo run -p farside-testbed --example nested` measures it.
+pub const NESTED_KVM_CPU: &str = "host,kvm-pv-eoi=off";
 
 /// Tries KVM once per boot of the machine and per version of QEMU and guest.
 pub(crate) fn choose(testbed: &Testbed, progress: &Progress) -> Result<Accel> {

@@ -2,6 +2,7 @@
 //! device is really used.
 
 use anyhow::{Context, Result, bail, ensure};
+use farside_testbed::NESTED_KVM_CPU;
 
 use crate::{exposure, machine::Machine};
 
@@ -290,7 +291,10 @@ pub fn needs_the_group(machine: &Machine) -> Result<()> {
 
 /// Adds QEMU and the guest's kernel to the VM configuration.
 fn describe(machine: &Machine) -> Result<()> {
-    let accel = if machine.has_kvm()? { "kvm" } else { "tcg" };
+    let (accel, cpu) = match machine.has_kvm()? {
+        true => ("kvm", NESTED_KVM_CPU),
+        false => ("tcg", "max"),
+    };
     let description = machine.sh(&format!("cat {DESCRIPTION}"))?;
     let small = description
         .replace("memory = \"4 GiB\"", "memory = \"256 MiB\"")
@@ -305,7 +309,7 @@ qemu = \"{qemu}\"
 accel = \"{accel}\"
 qemu-args = [
     \"-nodefaults\", \"-no-user-config\", \"-no-reboot\", \"-display\", \"none\",
-    \"-cpu\", \"max\",
+    \"-cpu\", \"{cpu}\",
     \"-kernel\", \"{kernel}\",
     \"-initrd\", \"{initramfs}\",
     \"-append\", 'console=ttyS0 quiet panic=-1 rdinit=/usr/bin/busybox -- sh -c \"{IN_GUEST}\"',

@@ -10,7 +10,7 @@ use farside_guest_agent::PORT_NAME;
 use super::channels::Channel;
 use super::{HostVm, SHORT};
 use crate::vm::{Board, EMULATED, Guest, Output, Pending, Qmp, kernel_args, read_lossy};
-use crate::{Accel, tools_disk};
+use crate::{Accel, NESTED_KVM_CPU, tools_disk};
 
 /// For QEMU to start in an emulated host: some 20 s on an idle machine, and other
 /// VMs run beside it.
@@ -145,9 +145,9 @@ impl<'a> NestedBuilder<'a> {
 
     /// A shell command that runs QEMU.
     fn command(&self, slot: u32, pid_file: &str) -> String {
-        let (accel, args) = match self.host.has_kvm() {
-            true => (Accel::Kvm, "-accel kvm -cpu host"),
-            false => (Accel::Tcg, "-accel tcg"),
+        let accel = match self.host.has_kvm() {
+            true => Accel::Kvm,
+            false => Accel::Tcg,
         };
         let huge = match self.huge_pages {
             true => ",hugetlb=on,hugetlbsize=2M",
@@ -169,12 +169,19 @@ impl<'a> NestedBuilder<'a> {
                 ),
                 "-smp",
                 &self.vcpus.to_string(),
+                "-accel",
+                match accel {
+                    Accel::Kvm => "kvm",
+                    Accel::Tcg => "tcg",
+                },
             ]
-            .into_iter()
-            .chain(args.split(' '))
             .map(str::to_owned)
-            .collect(),
+            .into(),
         };
+        if accel == Accel::Kvm {
+            // Of two, the last one counts.
+            words.extend(["-cpu", NESTED_KVM_CPU].map(str::to_owned));
+        }
         words.extend(["-pidfile".to_owned(), pid_file.to_owned()]);
         words.extend(guest_args(accel, slot, &self.append));
         words.extend(self.args.iter().cloned());

@@ -51,7 +51,7 @@ pub enum Boot {
 }
 
 /// Configuration of a virtual machine; by default, a Q35 with SeaBIOS, 1 GiB of shared
-/// memory and 2 CPUs.
+/// memory and the CPUs that [`VmBuilder::vcpus`] describes.
 #[derive(Debug, Clone)]
 pub struct VmBuilder {
     testbed: Testbed,
@@ -64,7 +64,7 @@ pub struct VmBuilder {
     lean: bool,
     accel: Option<Accel>,
     memory: u64,
-    vcpus: u32,
+    vcpus: Option<u32>,
     append: Vec<String>,
     skip_modules: Vec<String>,
     args: Vec<OsString>,
@@ -114,7 +114,7 @@ impl VmBuilder {
             lean: false,
             accel: None,
             memory: 1 << 30,
-            vcpus: 2,
+            vcpus: None,
             append: Vec::new(),
             skip_modules: Vec::new(),
             args: Vec::new(),
@@ -181,9 +181,10 @@ impl VmBuilder {
         self
     }
 
-    /// Number of CPUs.
+    /// Number of CPUs. By default 2, but 1 for an emulated VM with nested guests: a CPU that
+    /// another one makes leave its loop may hang its guest (see [`NESTED_KVM_CPU`](crate::NESTED_KVM_CPU)).
     pub fn vcpus(mut self, count: u32) -> Self {
-        self.vcpus = count;
+        self.vcpus = Some(count);
         self
     }
 
@@ -287,6 +288,8 @@ impl VmBuilder {
 
     /// The machine itself, with memory that can be shared with other processes.
     fn machine_args(&self) -> Vec<OsString> {
+        let emulated_host = self.chosen_accel() == Accel::Tcg && self.nested > 0;
+        let vcpus = self.vcpus.unwrap_or(if emulated_host { 1 } else { 2 });
         let machine = match self.machine {
             // Interrupt remapping requires the split irqchip.
             Machine::Q35 if self.iommu => "q35,kernel-irqchip=split",
@@ -303,12 +306,12 @@ impl VmBuilder {
             "-object",
             &format!("memory-backend-memfd,id=mem,size={}b,share=on", self.memory),
             "-smp",
-            &self.vcpus.to_string(),
+            &vcpus.to_string(),
         ]
         .map(OsString::from)
         .into();
         args.extend(self.chosen_accel().args().map(OsString::from));
-        if self.chosen_accel() == Accel::Tcg && self.nested > 0 {
+        if emulated_host {
             // Of two, the last one counts.
             args.extend(["-cpu", TCG_HOST_CPU].map(OsString::from));
         }

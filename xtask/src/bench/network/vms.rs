@@ -51,6 +51,8 @@ pub(in super::super) fn in_vms(parameters: &Parameters<'_>) -> Result<Vec<JobRes
     let host = |name: &str, server, mac| {
         let host = testbed
             .host_vm(name)
+            // What is compared has threads that run side by side on a real host.
+            .vcpus(2)
             .file("usr/bin/farside", 0o755, binary.clone());
         card(host, &directory, server, mac)
     };
