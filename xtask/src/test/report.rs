@@ -1,6 +1,10 @@
 //! Parses the output of test binaries: tests that were not run, and times.
 
-use std::{collections::BTreeMap, fmt, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    time::Duration,
+};
 
 use console::strip_ansi_codes;
 
@@ -11,6 +15,9 @@ const SLOWEST: usize = 20;
 
 /// A test without VMs that takes longer is always listed.
 const SLOW: Duration = Duration::from_secs(1);
+
+/// Lines of a failed test's message to repeat at the end, and characters of each.
+const MESSAGE: (usize, usize) = (6, 400);
 
 /// The summary of a run, from the output of test binaries.
 #[derive(Debug, Default)]
@@ -25,6 +32,10 @@ pub(super) struct Report {
     slow: Vec<(Duration, String)>,
     /// Binaries that failed, and how.
     failed: Vec<String>,
+    /// For each failed test, with its binary, the first lines that it said.
+    messages: Vec<(String, Vec<String>)>,
+    /// Binaries whose lines belong to the last of their messages.
+    in_message: BTreeSet<String>,
 }
 
 impl Report {
@@ -37,6 +48,7 @@ impl Report {
         // With CARGO_TERM_COLOR=always and `-- --color=always`.
         let line = strip_ansi_codes(line);
         let line = line.trim();
+        self.read_message(binary, line);
         if let Some((test, reason)) = ignored(line).or_else(|| skipped(line)) {
             let tests = self.not_run.entry(reason.to_owned()).or_default();
             tests.push(format!("{binary}: {test}"));
@@ -56,6 +68,32 @@ impl Report {
         } else if let Some(counts) = line.strip_prefix("test result: ") {
             for kind in ["passed", "failed", "ignored"] {
                 *self.counts.entry(kind).or_default() += count(counts, kind);
+            }
+        }
+    }
+
+    /// `---- NAME stdout ----` (libtest) or `---- NAME ----` (libtest-mimic), and what follows.
+    fn read_message(&mut self, binary: &str, line: &str) {
+        let name = line
+            .strip_prefix("---- ")
+            .and_then(|rest| rest.strip_suffix(" ----"));
+        if let Some(name) = name {
+            let name = name.strip_suffix(" stdout").unwrap_or(name);
+            self.messages
+                .push((format!("{binary}: {name}"), Vec::new()));
+            self.in_message.insert(binary.to_owned());
+        } else if line == "failures:" {
+            self.in_message.remove(binary);
+        } else if self.in_message.contains(binary) && !line.is_empty() {
+            let of_binary = |(test, _): &&mut (String, _)| {
+                test.strip_prefix(binary)
+                    .is_some_and(|rest| rest.starts_with(": "))
+            };
+            let Some((_, lines)) = self.messages.iter_mut().rev().find(of_binary) else {
+                return;
+            };
+            if lines.len() < MESSAGE.0 {
+                lines.push(line.chars().take(MESSAGE.1).collect());
             }
         }
     }
@@ -167,6 +205,12 @@ impl fmt::Display for Report {
                 writeln!(f, "    {failed}")?;
             }
         }
+        for (test, lines) in &self.messages {
+            writeln!(f, "    {test}")?;
+            for line in lines {
+                writeln!(f, "        {line}")?;
+            }
+        }
         let of = |kind| self.counts.get(kind).copied().unwrap_or(0);
         writeln!(
             f,
@@ -208,6 +252,16 @@ test life::starts   ... ignored (needs root, or a user namespace: x: y (EPERM))
 test life::stops    ... ignored (needs root, or a user namespace: x: y (EPERM))
 took: life::fails: 12.5s
 test life::fails    ... FAILED
+
+failures:
+
+---- life::fails ----
+the agent did not answer
+because of this
+
+failures:
+    life::fails
+
 test result: FAILED. 0 passed; 1 failed; 2 ignored; 0 measured; 0 filtered out; finished in 13s",
         ),
         (
@@ -257,6 +311,9 @@ Not run: 6
 
 Failed:
     libvirt: exit status: 101
+    libvirt: life::fails
+        the agent did not answer
+        because of this
 
 4 test binaries: 1 passed, 1 failed, 3 ignored
 ";
@@ -274,6 +331,29 @@ Failed:
         assert_eq!(
             lines("pin", &listed),
             [format!("pin: {long} took 12.5s, the limit is 10s")]
+        );
+    }
+
+    #[test]
+    fn a_message_is_repeated_in_part_and_kept_apart_from_another_binarys() {
+        let long = "x".repeat(500);
+        let mut report = Report::default();
+        let mut say = |binary, line: &str| report.read(binary, false, line);
+        say("one", "---- a stdout ----");
+        say("two", "---- b ----");
+        say("one", &long);
+        say("two", "of b");
+        (0..9).for_each(|_| say("one", "more"));
+        say("one", "failures:");
+        say("one", "a");
+        let [(a, of_a), (b, of_b)] = &report.messages[..] else {
+            panic!("{report:?}");
+        };
+        assert_eq!((&**a, &**b), ("one: a", "two: b"));
+        assert_eq!(of_a[..2], ["x".repeat(MESSAGE.1), "more".to_owned()]);
+        assert_eq!(
+            (of_a.len(), &of_b[..]),
+            (MESSAGE.0, &["of b".to_owned()][..])
         );
     }
 
