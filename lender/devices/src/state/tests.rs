@@ -4,13 +4,13 @@ use std::path::PathBuf;
 
 use farside_fabric::memory::SharedMemory;
 use farside_hand_over::{
-    FARSIDE,
+    FARSIDE, decode, read_writer,
     samples::{self, Example},
 };
 
-use super::{
-    saved::{Answered, SavedBuffer, SavedCq, SavedFeatures, SavedShadow, SavedSq},
-    *,
+use super::{read::Copied, *};
+use crate::nvme::saved::{
+    Answered, Saved, SavedBuffer, SavedCq, SavedFeatures, SavedShadow, SavedSq,
 };
 
 fn sample(version: u32) -> PathBuf {
@@ -91,7 +91,7 @@ const QUEUES_IN_USE: [u16; 3] = [0, 1, 255];
 fn example() -> Vec<u8> {
     let memory = SharedMemory::anonymous(SIZE).unwrap();
     let memory = memory.slice(0, SIZE).unwrap();
-    let mut state = State::start(memory.clone()).unwrap();
+    let mut state = State::<Saved>::start(memory.clone()).unwrap();
     state.session = 3;
     for queue in QUEUES_IN_USE {
         let words = words(queue.into());
@@ -104,9 +104,9 @@ fn example() -> Vec<u8> {
     // The one that is current is the other copy.
     state.save(Saved::default());
     state.save(saved());
-    let first = state.record(0, 1000, &[0xa5; SQE_SIZE]).unwrap();
-    state.record(255, 1255, &[0x5a; SQE_SIZE]).unwrap();
-    let done = state.record(1, 1001, &[0xff; SQE_SIZE]).unwrap();
+    let first = state.record(0, 1000, &[0xa5; COMMAND_SIZE]).unwrap();
+    state.record(255, 1255, &[0x5a; COMMAND_SIZE]).unwrap();
+    let done = state.record(1, 1001, &[0xff; COMMAND_SIZE]).unwrap();
     state.completing(first, 900);
     state.release(done);
     let mut bytes = vec![0; SIZE];
@@ -134,8 +134,8 @@ fn examples(bytes: &[u8]) -> Vec<Example> {
 }
 
 fn is_read(bytes: &[u8]) {
-    let copied = Copied::check(bytes).unwrap().unwrap();
-    let restored = copied.restore().unwrap();
+    let copied = Copied::check::<Saved>(bytes).unwrap().unwrap();
+    let restored = copied.restore::<Saved>().unwrap();
     assert_eq!(restored.saved, saved());
     assert_eq!(restored.mask, MASK);
     for (queue, found) in (0u16..).zip(&restored.words) {
@@ -145,12 +145,12 @@ fn is_read(bytes: &[u8]) {
         };
         assert_eq!(*found, expected, "queue {queue}");
     }
-    let in_flight = |index, sequence, sq, number, completion, byte| InFlight {
+    let in_flight = |index, sequence, queue, number, completion, byte| InFlight {
         entry: Entry { index, sequence },
-        sq,
+        queue,
         number,
         completion,
-        command: [byte; SQE_SIZE],
+        command: [byte; COMMAND_SIZE],
     };
     assert_eq!(
         restored.in_flight,
@@ -185,7 +185,7 @@ fn a_state_of_the_version_before_is_of_this_one_when_a_process_goes_on_with_it()
     let memory = SharedMemory::anonymous(SIZE).unwrap();
     let memory = memory.slice(0, SIZE).unwrap();
     memory.write(&version_1(example()));
-    let (mut state, _) = State::resume(memory.clone()).unwrap().unwrap();
+    let (mut state, _) = State::<Saved>::resume(memory.clone()).unwrap().unwrap();
     state.save(saved());
     let mut bytes = vec![0; SIZE];
     memory.read(&mut bytes);
@@ -217,7 +217,7 @@ fn other_versions_are_refused_by_their_first_bytes() {
         bytes[AT_WRITER..HEADER].fill(0);
         bytes[AT_WRITER..AT_WRITER + farside.len()].copy_from_slice(farside);
         let error = check_version(&bytes[..HEADER]).unwrap_err();
-        assert_eq!(Copied::check(&bytes).err(), Some(error.clone()));
+        assert_eq!(Copied::check::<Saved>(&bytes).err(), Some(error.clone()));
         error.to_string()
     };
     let reads = format!("this farside ({FARSIDE}) reads versions 1 and 2");
@@ -227,5 +227,8 @@ fn other_versions_are_refused_by_their_first_bytes() {
     let text = refused(0, b"");
     assert!(text.contains("version 0, and"), "{text}");
     assert_eq!(check_version(&[0; HEADER]), Ok(()));
-    assert_eq!(check_version(&[1; HEADER]), Err(StateError::Foreign));
+    assert_eq!(
+        check_version(&[1; HEADER]),
+        Err(StateError::Foreign("a model"))
+    );
 }
