@@ -1,6 +1,6 @@
 //! The format of the state, as each version has it.
 
-use std::path::PathBuf;
+use std::{fmt::Debug, path::PathBuf};
 
 use farside_fabric::memory::SharedMemory;
 use farside_hand_over::{
@@ -9,12 +9,13 @@ use farside_hand_over::{
 };
 
 use super::{read::Copied, *};
-use crate::nvme::saved::{
-    Answered, Saved, SavedBuffer, SavedCq, SavedFeatures, SavedShadow, SavedSq,
+use crate::{
+    nvme::saved::{Answered, Saved, SavedBuffer, SavedCq, SavedFeatures, SavedShadow, SavedSq},
+    virtio::saved::{Saved as VirtioSaved, SavedQueue},
 };
 
-fn sample(version: u32) -> PathBuf {
-    let name = format!("tests/samples/state-{version}.txt");
+fn sample(kind: &str, version: u32) -> PathBuf {
+    let name = format!("tests/samples/{kind}-{version}.txt");
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
@@ -75,6 +76,33 @@ fn saved() -> Saved {
     }
 }
 
+/// The same of a virtio-blk device.
+fn virtio_saved() -> VirtioSaved {
+    let queue = |index| SavedQueue {
+        index,
+        size: 64,
+        descriptors: 0x10_0000 + u64::from(index),
+        available: 0x20_0000,
+        used: 0x30_0000,
+        vector: index + 1,
+        enabled: true,
+    };
+    VirtioSaved {
+        session: 3,
+        accepted: 1 << 32 | 1 << 9,
+        device_feature_select: 1,
+        driver_feature_select: 2,
+        config_vector: 7,
+        status: 0x4f,
+        resetting: true,
+        queue_select: 5,
+        queues: vec![queue(0), queue(9)],
+        msix_table: (0..32).collect(),
+        writeback: 1,
+        flush_failed: true,
+    }
+}
+
 fn words(queue: u64) -> Words {
     Words {
         fetched: 1000 + queue,
@@ -89,9 +117,14 @@ const QUEUES_IN_USE: [u16; 3] = [0, 1, 255];
 
 /// What a controller with two commands in flight leaves.
 fn example() -> Vec<u8> {
+    left(Saved::default(), saved())
+}
+
+/// What a model leaves, whose snapshot was `before`.
+fn left<S: Snapshot>(before: S, saved: S) -> Vec<u8> {
     let memory = SharedMemory::anonymous(SIZE).unwrap();
     let memory = memory.slice(0, SIZE).unwrap();
-    let mut state = State::<Saved>::start(memory.clone()).unwrap();
+    let mut state = State::<S>::start(memory.clone()).unwrap();
     state.session = 3;
     for queue in QUEUES_IN_USE {
         let words = words(queue.into());
@@ -102,8 +135,8 @@ fn example() -> Vec<u8> {
     }
     state.mask(MASK);
     // The one that is current is the other copy.
-    state.save(Saved::default());
-    state.save(saved());
+    state.save(before);
+    state.save(saved);
     let first = state.record(0, 1000, &[0xa5; COMMAND_SIZE]).unwrap();
     state.record(255, 1255, &[0x5a; COMMAND_SIZE]).unwrap();
     let done = state.record(1, 1001, &[0xff; COMMAND_SIZE]).unwrap();
@@ -134,9 +167,13 @@ fn examples(bytes: &[u8]) -> Vec<Example> {
 }
 
 fn is_read(bytes: &[u8]) {
-    let copied = Copied::check::<Saved>(bytes).unwrap().unwrap();
-    let restored = copied.restore::<Saved>().unwrap();
-    assert_eq!(restored.saved, saved());
+    reads(bytes, &saved());
+}
+
+fn reads<S: Snapshot + PartialEq + Debug>(bytes: &[u8], saved: &S) {
+    let copied = Copied::check::<S>(bytes).unwrap().unwrap();
+    let restored = copied.restore::<S>().unwrap();
+    assert_eq!(restored.saved, *saved);
     assert_eq!(restored.mask, MASK);
     for (queue, found) in (0u16..).zip(&restored.words) {
         let expected = match QUEUES_IN_USE.contains(&queue) {
@@ -164,15 +201,20 @@ fn is_read(bytes: &[u8]) {
 #[test]
 fn the_format_of_the_state_has_not_changed_without_its_version() {
     let version = FORMAT.version();
-    samples::is_unchanged(&sample(version), &examples(&example()));
+    samples::is_unchanged(&sample("state", version), &examples(&example()));
+    let virtio = left(VirtioSaved::default(), virtio_saved());
+    samples::is_unchanged(&sample("virtio-blk", version), &examples(&virtio));
+    // No version before this one has it.
+    let sample = samples::read(&sample("virtio-blk", version));
+    reads(&samples::whole(&sample[1..], SIZE), &virtio_saved());
     assert_eq!(version, 2, "replace `version_1` by the format before");
 }
 
 #[test]
 fn states_of_this_version_and_of_the_one_before_are_read() {
-    samples::write_new(&sample(1), || examples(&version_1(example())));
+    samples::write_new(&sample("state", 1), || examples(&version_1(example())));
     for version in FORMAT.oldest()..=FORMAT.version() {
-        let sample = samples::read(&sample(version));
+        let sample = samples::read(&sample("state", version));
         let bytes = samples::whole(&sample[1..], SIZE);
         assert_eq!(self::version(&bytes), Ok(Some(version)));
         is_read(&bytes);

@@ -124,7 +124,7 @@ impl VirtioBlk {
         Self::with_block(id, config, block, (size, punches_holes))
     }
 
-    fn with_block(
+    pub(in crate::virtio) fn with_block(
         id: &str,
         config: &Config,
         block: std::io::Result<BlockQueue>,

@@ -1,6 +1,11 @@
+use crate::nvme::tests::{crash, failing, random, watch};
+
 mod blk;
+mod faults;
 mod hostile;
 mod network;
+mod recovery;
 mod registers;
+mod restarts;
 mod rings;
 mod world;
