@@ -163,6 +163,13 @@ impl VirtioBlk {
         self.durability() == crate::block::Durability::Durable
     }
 
+    /// As if a flush had failed.
+    #[cfg(test)]
+    pub(in crate::virtio) fn fail_flush(&mut self) {
+        self.flush_failed = true;
+        self.save();
+    }
+
     fn written(&mut self, written: Written, bus: &mut Bus<'_>) {
         match written {
             Written::Nothing => {}

@@ -1,5 +1,6 @@
 use crate::nvme::tests::{crash, failing, random, watch};
 
+mod bench;
 mod blk;
 mod faults;
 mod hostile;

@@ -6,8 +6,8 @@ use std::{
 };
 
 use super::world::{
-    Buffer, DATA, DEVICE, DISCARD, Driver, FLUSH, GET_ID, ISR, OK, READ, TABLE, UNSUPP, WRITE,
-    WRITE_ZEROES, pattern, readable, writable,
+    Buffer, DATA, DEVICE, DISCARD, Driver, FLUSH, GET_ID, IOERR, ISR, OK, READ, TABLE, UNSUPP,
+    WRITE, WRITE_ZEROES, pattern, readable, writable,
 };
 use super::{crash, failing::Faults, watch::Effect};
 use crate::{Device, state};
@@ -307,6 +307,48 @@ fn a_used_index_that_the_guest_has_written_hides_no_request() {
         });
         all_ok(&mut driver, 0, &heads);
     }
+}
+
+/// The kernel reports a failure once, so the flush would succeed.
+#[test]
+fn a_flush_after_one_that_has_failed_is_not_done_again() {
+    let mut failed = 0;
+    for point in 0..24 {
+        let mut driver = ready();
+        driver.device.fail_flush();
+        let flush = driver.request(0, FLUSH, 0, &[]);
+        crash::after(Some(point));
+        let found = collect(&mut driver, 0, &[flush]);
+        crash::after(None);
+        failed += usize::from(found[&flush] == IOERR);
+        // Another one tells of what was written since.
+        let flush = driver.request(0, FLUSH, 0, &[]);
+        all_ok(&mut driver, 0, &[flush]);
+    }
+    assert!(failed > 4, "{failed}");
+}
+
+/// Nor is there another call: the state is memory of this process.
+#[test]
+fn a_state_costs_no_dma() {
+    let translations = |keeps: bool| {
+        let mut driver = Driver::off(|_| {});
+        if keeps {
+            driver.keep_state();
+        }
+        driver.start();
+        let before = driver.memory.translations;
+        for n in 0..64 {
+            let kind = [WRITE, READ][n as usize % 2];
+            let data = match kind {
+                WRITE => out(n % 8),
+                _ => into(n % 8),
+            };
+            assert_eq!(driver.execute(kind, n, &data).0, OK);
+        }
+        driver.memory.translations - before
+    };
+    assert_eq!(translations(true), translations(false));
 }
 
 fn bytes(driver: &Driver) -> Vec<u8> {
