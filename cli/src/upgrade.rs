@@ -324,7 +324,7 @@ mod tests {
         assert!(!goes_on);
         let versions = STATE_FORMAT.read();
         for part in [
-            "would lose device disk0 of VM web1: the state of the NVMe controller",
+            "would lose device disk0 of VM web1: the state of the model",
             &format!("has version {}", newest + 1),
             &format!("this farside ({FARSIDE}) reads {versions}"),
             "remedy: keep the later farside, or stop the VM",

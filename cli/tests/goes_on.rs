@@ -400,7 +400,7 @@ fn a_state_of_a_later_version_is_refused_and_waits_for_a_lender_that_reads_it() 
         // Not the end of the chain: the borrower asks again.
         assert_eq!(refused.kind, ErrorKind::Invalid, "{refused}");
         for part in [
-            &format!("the state of the NVMe controller has version {later} (of farside"),
+            &format!("the state of the model has version {later} (of farside"),
             "reads versions 1 and 2",
             "start the lender of farside",
         ] {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, LenderName, VmName, Wakeup};
-use farside_devices::nvme;
+use farside_devices::state;
 use farside_error_chain::Chain;
 use farside_fabric::{AdapterUsage, NtbLimits, soft::Adapter};
 use farside_lender_protocol::{
@@ -306,12 +306,12 @@ fn operate(
 fn check_state(device: &DeviceId, state: &OwnedFd) -> Result<(), RemoteError> {
     // Reading memory does not block, whatever else a peer may send. A worker says what is wrong with that.
     let is_memory = fcntl_get_seals(state).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-    let mut header = [0; nvme::STATE_HEADER];
+    let mut header = [0; state::HEADER];
     if !is_memory || rustix::io::pread(state, &mut header, STATE_PAGE) != Ok(header.len()) {
         return Ok(());
     }
-    match nvme::check_state(&header) {
-        Err(nvme::StateError::Version(why)) => Err(RemoteError {
+    match state::check_version(&header) {
+        Err(state::StateError::Version(why)) => Err(RemoteError {
             kind: ErrorKind::Invalid,
             message: format!(
                 "device {device} cannot go on with this lender: {why}: start the lender of {}, until then I/O waits, for lost-after at most",

@@ -48,7 +48,7 @@ mod vfio;
 mod vfio_user;
 mod worker;
 
-pub use farside_devices::nvme::STATE_FORMAT;
+pub use farside_devices::state::FORMAT as STATE_FORMAT;
 pub use keeper::{
     KeeperError, KeptLeases, LEASES, LeaseFormat, look as kept_leases, run as run_keeper,
 };

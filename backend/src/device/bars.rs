@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-use farside_devices::nvme;
+use farside_devices::state;
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_lender_protocol::{BarOwner, Described, STATE_PAGE};
 use farside_vfio_user::{Mappable, SparseArea};
@@ -114,11 +114,10 @@ impl Bars {
 
     /// The version of that state, as its header has it. `None`: nothing was written to it.
     pub(crate) fn state_version(&self) -> Option<u32> {
-        let mut header = [0; nvme::STATE_HEADER];
+        let mut header = [0; state::HEADER];
         let file = &self.state.as_ref()?.file;
         let read = rustix::io::pread(file, &mut header, STATE_PAGE);
-        // Only NVMe models have a state.
-        let version = read.is_ok().then(|| nvme::state_version(&header));
+        let version = read.is_ok().then(|| state::version(&header));
         version?.ok()?
     }
 

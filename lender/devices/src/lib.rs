@@ -15,6 +15,7 @@ pub mod bus;
 pub mod dma_test;
 pub mod nvme;
 pub mod remote;
+pub mod state;
 pub mod virtio;
 
 #[cfg(test)]

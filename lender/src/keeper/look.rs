@@ -3,7 +3,7 @@
 use std::{io, os::unix::fs::MetadataExt, path::Path};
 
 use farside_daemon::{DeviceId, VmName, peer_credentials};
-use farside_devices::nvme;
+use farside_devices::state;
 use farside_hand_over::Unreadable;
 use farside_lender_protocol::{Address, Channel, MAX_DEVICES};
 use serde::Deserialize;
@@ -44,7 +44,7 @@ pub struct LeaseFormat {
     pub version: u32,
     /// Of its worker's messages.
     pub worker: u32,
-    /// Of the state of an NVMe model that its worker writes.
+    /// Of the state of the model that its worker writes.
     pub state: Option<u32>,
     /// The farside that has written the record, since version 2.
     pub farside: Option<String>,
@@ -76,7 +76,7 @@ impl LeaseFormat {
         // Of a worker that is too old the version of farside is not known: another one has written the record since.
         LEASES.check(self.worker, None)?;
         match self.state {
-            Some(state) => nvme::STATE_FORMAT.check(state, farside),
+            Some(state) => state::FORMAT.check(state, farside),
             None => Ok(()),
         }
     }

@@ -116,7 +116,7 @@ fn leases_of_other_versions_are_refused_with_a_remedy() {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
     let text = record(2, 2, 3).expect("a refusal");
-    assert!(text.contains("the NVMe controller has version 3"), "{text}");
+    assert!(text.contains("the model has version 3"), "{text}");
     let text = record(2, 0, 2).expect("a refusal");
     assert!(text.contains("install the earlier farside"), "{text}");
     // Before there were versions.

@@ -13,7 +13,7 @@ use farside_daemon::{DeviceId, VmName, cgroup};
 use farside_devices::{
     Device,
     block::{EngineChoice, Image, ImageId},
-    dma_test, nvme, remote, virtio,
+    dma_test, nvme, remote, state, virtio,
 };
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{
@@ -88,16 +88,15 @@ impl WorkerDevice {
             }
             None => {}
         }
+        let kept = STATE_PAGE + state::SIZE as u64;
         let (description, image, state) = match &model {
             config::Model::Nvme(config) => {
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
-                let state = STATE_PAGE + nvme::STATE_BYTES;
-                (config.description(image.size), Some(image), state)
+                (config.description(image.size), Some(image), kept)
             }
-            // It ends with its worker.
             config::Model::VirtioBlk(config) => {
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
-                (config.description(image.size), Some(image), 0)
+                (config.description(image.size), Some(image), kept)
             }
             config::Model::DmaTest(_) => (dma_test::DmaTest::new().description().clone(), None, 0),
         };

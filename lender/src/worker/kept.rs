@@ -13,7 +13,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, cgroup};
-use farside_devices::{block::Image, nvme};
+use farside_devices::{block::Image, state};
 use farside_fabric::{
     LutRange, PeerAddress,
     soft::{Adapter, AdapterTables},
@@ -70,7 +70,7 @@ pub(crate) struct KeptLease {
     /// The version of the worker's messages, which is its own for as long as it runs: send it nothing of a later one.
     #[serde(default = "first")]
     pub(crate) worker: u32,
-    /// The version of the state of an NVMe model that the worker writes.
+    /// The version of the state of the model that the worker writes.
     #[serde(default)]
     pub(crate) state: Option<u32>,
 }
@@ -329,9 +329,10 @@ impl KeptLease {
     /// The version of the state that workers of this farside write for what is served.
     pub(crate) fn state(served: &KeptDevice) -> Option<u32> {
         match served {
-            KeptDevice::Model(Model::Nvme { .. }) => Some(nvme::STATE_FORMAT.version()),
-            KeptDevice::Model(Model::DmaTest | Model::VirtioBlk { .. })
-            | KeptDevice::Function(..) => None,
+            KeptDevice::Model(Model::Nvme { .. } | Model::VirtioBlk { .. }) => {
+                Some(state::FORMAT.version())
+            }
+            KeptDevice::Model(Model::DmaTest) | KeptDevice::Function(..) => None,
         }
     }
 
@@ -354,7 +355,7 @@ impl KeptLease {
             return Some(lease);
         }
         let mut lease: Self = serde_json::from_slice(record).ok()?;
-        if Self::state(&lease.served).is_some() {
+        if matches!(lease.served, KeptDevice::Model(Model::Nvme { .. })) {
             lease.state = Some(1);
         }
         Some(lease)

@@ -31,5 +31,6 @@ pub mod session;
 pub mod step;
 pub mod timing;
 pub mod vectors;
+pub mod virtio;
 pub mod watchdog;
 pub mod workload;

@@ -159,20 +159,31 @@ pub fn enable_msix(device: &mut Device, enable: bool) -> Result<u32> {
 
 /// The offset of a capability.
 fn capability(device: &mut Device, id: u8) -> Result<Option<u64>> {
+    for at in capabilities(device)? {
+        if read_u16(device, at)? as u8 == id {
+            return Ok(Some(at));
+        }
+    }
+    Ok(None)
+}
+
+/// The offsets of all capabilities.
+///
+/// # Errors
+/// If the connection is lost, or their list has no end.
+pub fn capabilities(device: &mut Device) -> Result<Vec<u64>> {
+    let mut found = Vec::new();
     if read_u16(device, STATUS)? & HAS_CAPABILITIES == 0 {
-        return Ok(None);
+        return Ok(found);
     }
     let mut at = u64::from(read_u16(device, CAPABILITIES)? & 0xfc);
     // Configuration space has room for no more.
     for _ in 0..48 {
         if at == 0 {
-            return Ok(None);
+            return Ok(found);
         }
-        let header = read_u16(device, at)?;
-        if header as u8 == id {
-            return Ok(Some(at));
-        }
-        at = u64::from(header >> 8 & 0xfc);
+        found.push(at);
+        at = u64::from(read_u16(device, at)? >> 8 & 0xfc);
     }
     bail!("the list of capabilities has no end");
 }

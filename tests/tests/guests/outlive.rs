@@ -4,14 +4,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use farside_backend_api::ConnectionState;
-use farside_tests::{BOOT, Cluster, Guest, MIB, SHORT};
+use farside_tests::{BOOT, Cluster, Daemon, Guest, MIB, SHORT};
 use libtest_mimic::Completion;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{check, passed};
+use crate::{check, passed, virtio::wait_disk as open_virtio};
 
 /// Writes, flushes and trims, and verifies what was written, while it is written and at the end.
-const LOAD: &str = "fio --output-format=terse --filename=/dev/nvme0n1 --direct=1 --ioengine=libaio \
+const LOAD: &str = "fio --output-format=terse --filename=DISK --direct=1 --ioengine=libaio \
     --time_based --runtime=20 \
     --name=verify --rw=randwrite --bsrange=4k-64k --size=16M --iodepth=16 --fsync=64 \
     --verify=crc32c --verify_fatal=1 --verify_backlog=128 \
@@ -20,15 +20,51 @@ const LOAD: &str = "fio --output-format=terse --filename=/dev/nvme0n1 --direct=1
 
 const KILLS: u64 = 10;
 
+/// The model of a disk: its option, and its path in the guest.
+#[derive(Clone, Copy)]
+struct Model(&'static str, &'static str);
+
+const NVME: Model = Model("--nvme", "/dev/nvme0n1");
+const VIRTIO_BLK: Model = Model("--virtio-blk", "/dev/vda");
+
+impl Model {
+    fn lend(self, cluster: &Cluster) -> anyhow::Result<Daemon> {
+        let image = cluster.image("disk0", 64 * MIB)?;
+        cluster.lend(&[self.0, &format!("disk0={}", image.display())])
+    }
+
+    fn boot(self, cluster: &Cluster) -> anyhow::Result<Guest<'_>> {
+        let guest = cluster.guest("a").whole().boot()?;
+        match self.1 {
+            "/dev/vda" => open_virtio(&guest)?,
+            _ => guest.wait_disk()?,
+        }
+        Ok(guest)
+    }
+
+    fn load(self) -> String {
+        LOAD.replace("DISK", self.1)
+    }
+}
+
 pub fn workers_that_are_killed_cost_a_guest_no_io_error(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
-    let (lender, _image) = cluster.lend_disk(64 * MIB)?;
+    kill_workers(cluster, NVME)
+}
+
+pub fn workers_that_are_killed_cost_a_guest_with_virtio_blk_no_io_error(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    kill_workers(cluster, VIRTIO_BLK)
+}
+
+fn kill_workers(cluster: &Cluster, model: Model) -> anyhow::Result<Completion> {
+    let lender = model.lend(cluster)?;
     let _backend = cluster.serve("a", &["disk0"]).start()?;
-    let guest = cluster.guest("a").whole().boot()?;
-    guest.wait_disk()?;
+    let guest = model.boot(cluster)?;
     let before = errors(&guest)?;
-    let load = guest.exec_start(LOAD, BOOT)?;
+    let load = guest.exec_start(&model.load(), BOOT)?;
     for kill in 0..KILLS {
         std::thread::sleep(Duration::from_millis(1200));
         kill_process(worker(lender.pid(), "disk0")?, Signal::KILL)?;
@@ -39,7 +75,7 @@ pub fn workers_that_are_killed_cost_a_guest_no_io_error(
     }
     let output = load.wait()?;
     ensure!(output.success(), "{output}");
-    finish(cluster, guest, &before)
+    finish(cluster, guest, &before, model)
 }
 
 /// For half an hour, or `FARSIDE_SECONDS`: the worker dies every 20 s, and the backend every 30 s.
@@ -56,7 +92,9 @@ pub fn half_an_hour_of_kills_costs_a_guest_no_io_error(
     let guest = cluster.guest("a").whole().boot()?;
     guest.wait_disk()?;
     let before = errors(&guest)?;
-    let load = LOAD.replace("--runtime=20", &format!("--runtime={seconds}"));
+    let load = NVME
+        .load()
+        .replace("--runtime=20", &format!("--runtime={seconds}"));
     let began = Instant::now();
     let load = guest.exec_start(&load, Duration::from_secs(seconds) + BOOT)?;
     let mut pauses = Vec::new();
@@ -95,7 +133,7 @@ pub fn half_an_hour_of_kills_costs_a_guest_no_io_error(
     pauses.sort();
     let (kills, last) = (pauses.len(), pauses.last());
     println!("{kills} kills in {seconds} s; another process after {last:?} at most");
-    finish(cluster, guest, &before)
+    finish(cluster, guest, &before, NVME)
 }
 
 pub fn lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error(
@@ -106,7 +144,7 @@ pub fn lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error(
     let guest = cluster.guest("a").whole().boot()?;
     guest.wait_disk()?;
     let before = errors(&guest)?;
-    let load = guest.exec_start(LOAD, BOOT)?;
+    let load = guest.exec_start(&NVME.load(), BOOT)?;
     let drive = format!("disk0={}", image.display());
     for kill in 0..4 {
         std::thread::sleep(Duration::from_millis(2000));
@@ -121,19 +159,28 @@ pub fn lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error(
     }
     let output = load.wait()?;
     ensure!(output.success(), "{output}");
-    finish(cluster, guest, &before)
+    finish(cluster, guest, &before, NVME)
 }
 
 pub fn backends_that_are_killed_cost_a_guest_no_io_error(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
-    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
+    kill_backends(cluster, NVME)
+}
+
+pub fn backends_that_are_killed_cost_a_guest_with_virtio_blk_no_io_error(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    kill_backends(cluster, VIRTIO_BLK)
+}
+
+fn kill_backends(cluster: &Cluster, model: Model) -> anyhow::Result<Completion> {
+    let _lender = model.lend(cluster)?;
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let keeper = serve.start()?;
-    let guest = cluster.guest("a").whole().boot()?;
-    guest.wait_disk()?;
+    let guest = model.boot(cluster)?;
     let before = errors(&guest)?;
-    let load = guest.exec_start(LOAD, BOOT)?;
+    let load = guest.exec_start(&model.load(), BOOT)?;
     for kill in 1..=KILLS {
         std::thread::sleep(Duration::from_millis(1200));
         kill_process(child(keeper.pid(), "serve")?, Signal::KILL)?;
@@ -153,22 +200,27 @@ pub fn backends_that_are_killed_cost_a_guest_no_io_error(
     }
     let output = load.wait()?;
     ensure!(output.success(), "{output}");
-    finish(cluster, guest, &before)
+    finish(cluster, guest, &before, model)
 }
 
-fn finish(cluster: &Cluster, guest: Guest<'_>, before: &str) -> anyhow::Result<Completion> {
+fn finish(
+    cluster: &Cluster,
+    guest: Guest<'_>,
+    before: &str,
+    model: Model,
+) -> anyhow::Result<Completion> {
     let after = errors(&guest)?;
     ensure!(after == before, "the guest's kernel log has {after}");
     let status = cluster.status()?.borrow("a", "disk0")?;
     ensure!(status.last_error.is_none(), "{status:?}");
-    check::io(&guest, "/dev/nvme0n1", 41)?;
+    check::io(&guest, model.1, 41)?;
     guest.power_off()?;
     passed()
 }
 
 /// What the guest's kernel says of errors of the disk, or of commands that took long.
 fn errors(guest: &Guest<'_>) -> anyhow::Result<String> {
-    let said = guest.sh("dmesg | grep -iE 'I/O error|I/O tag|timeout|abort|controller is down|reset' | grep -i nvme || true")?;
+    let said = guest.sh("dmesg | grep -iE 'I/O error|I/O tag|timeout|abort|controller is down|reset' | grep -iE 'nvme|vda|virtio_blk' || true")?;
     Ok(said)
 }
 

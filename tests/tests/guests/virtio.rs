@@ -18,7 +18,7 @@ const FIO: Duration = Duration::from_secs(600);
 const DISK: &str = "/dev/vda";
 const LEN: u64 = 256 * MIB;
 
-fn wait_disk(guest: &Guest<'_>) -> anyhow::Result<()> {
+pub(crate) fn wait_disk(guest: &Guest<'_>) -> anyhow::Result<()> {
     guest.sh("modprobe virtio_blk")?;
     guest.wait_path(DISK, SHORT)
 }

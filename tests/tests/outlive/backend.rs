@@ -18,7 +18,7 @@ use farside_scripted_vmm::{
 use farside_tests::{Cluster, Daemon, MIB};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Random, Story, TIMEOUT, disturbed, kills, lend, print, under_load, workers};
+use super::{Disk, Random, Story, TIMEOUT, disturbed, kills, lend, print, under_load, workers};
 
 /// Waits until the backend after `kills` of them has its device.
 fn wait_next(cluster: &Cluster, keeper: &Daemon, kills: u64) {
@@ -36,13 +36,13 @@ fn wait_next(cluster: &Cluster, keeper: &Daemon, kills: u64) {
     }
 }
 
-fn kill_backends(doorbells: Doorbells, count: u64) {
+fn kill_backends(disk: Disk, count: u64) {
     let cluster = Cluster::new().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let _lender = lend(&cluster, &image);
+    let _lender = disk.lend(&cluster, &image);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let keeper = serve.start().unwrap();
-    let pauses = under_load(&cluster, doorbells, |mut random, progress| {
+    let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut kills = Vec::new();
         for round in 1..=count {
             progress.wait(&mut random, Duration::from_millis(50));
@@ -55,17 +55,27 @@ fn kill_backends(doorbells: Doorbells, count: u64) {
         }
         kills
     });
-    print(&format!("backend, {doorbells:?}"), pauses);
+    print(&format!("backend, {disk:?}"), pauses);
 }
 
 #[test]
 fn a_backend_that_is_killed_under_load_costs_a_pause() {
-    kill_backends(Doorbells::Registers, kills() as u64);
+    kill_backends(Disk::Nvme(Doorbells::Registers), kills() as u64);
 }
 
 #[test]
 fn a_backend_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause() {
-    kill_backends(Doorbells::Buffer, kills() as u64);
+    kill_backends(Disk::Nvme(Doorbells::Buffer), kills() as u64);
+}
+
+#[test]
+fn a_backend_of_a_virtio_blk_model_that_is_killed_under_load_costs_a_pause() {
+    kill_backends(Disk::VirtioBlk { event_idx: false }, kills() as u64);
+}
+
+#[test]
+fn a_backend_of_a_virtio_blk_model_with_event_indexes_that_is_killed_under_load_costs_a_pause() {
+    kill_backends(Disk::VirtioBlk { event_idx: true }, kills() as u64);
 }
 
 /// What tells a message that is processed again from another one is a number that comes again.
@@ -94,14 +104,14 @@ fn no_register_write_is_lost_however_many_reads_are_between_two() {
 }
 
 /// Backend and worker, in either order and with a pause between them or without one.
-fn kill_both(doorbells: Doorbells, count: u64) {
+fn kill_both(disk: Disk, count: u64) {
     let cluster = Cluster::new().unwrap();
     let _story = Story(&cluster);
     let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let lender = lend(&cluster, &image);
+    let lender = disk.lend(&cluster, &image);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let keeper = serve.start().unwrap();
-    let pauses = under_load(&cluster, doorbells, |mut random, progress| {
+    let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut kills = Vec::new();
         for round in 1..=count {
             progress.wait(&mut random, Duration::from_millis(50));
@@ -126,17 +136,22 @@ fn kill_both(doorbells: Doorbells, count: u64) {
         }
         kills
     });
-    print(&format!("backend and worker, {doorbells:?}"), pauses);
+    print(&format!("backend and worker, {disk:?}"), pauses);
 }
 
 #[test]
 fn a_backend_and_its_worker_that_are_killed_at_once_cost_a_pause() {
-    kill_both(Doorbells::Registers, kills() as u64);
+    kill_both(Disk::Nvme(Doorbells::Registers), kills() as u64);
 }
 
 #[test]
 fn a_backend_and_its_worker_that_are_killed_at_once_with_a_doorbell_buffer_cost_a_pause() {
-    kill_both(Doorbells::Buffer, kills() as u64);
+    kill_both(Disk::Nvme(Doorbells::Buffer), kills() as u64);
+}
+
+#[test]
+fn a_backend_of_a_virtio_blk_model_and_its_worker_that_are_killed_at_once_cost_a_pause() {
+    kill_both(Disk::VirtioBlk { event_idx: true }, kills() as u64);
 }
 
 /// The processes that keep a cluster's only backend.
@@ -212,8 +227,10 @@ fn keepers_that_are_killed_cost_no_pause() {
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let first = serve.start().unwrap();
     let before = backend_report(&cluster);
-    let (vm, [kills, nothing]) =
-        disturbed(&cluster, Doorbells::Registers, |mut random, progress| {
+    let (vm, [kills, nothing]) = disturbed(
+        &cluster,
+        Disk::Nvme(Doorbells::Registers),
+        |mut random, progress| {
             let mut times = [(); 2].map(|()| Vec::new());
             let mut replaced = 0;
             for _ in 0..kills() {
@@ -235,7 +252,8 @@ fn keepers_that_are_killed_cost_no_pause() {
                 }
             }
             times
-        });
+        },
+    );
     print("keepers", vm.pauses(&kills));
     print("keepers, no kill", vm.pauses(&nothing));
     let report = backend_report(&cluster);
@@ -271,8 +289,10 @@ fn a_backend_goes_on_in_the_next_service_at_the_cost_of_a_pause() {
     let _lender = lend(&cluster, &image);
     let serve = || cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let mut service = serve().start().unwrap();
-    let (vm, [ends, nexts, nothing]) =
-        disturbed(&cluster, Doorbells::Registers, |mut random, progress| {
+    let (vm, [ends, nexts, nothing]) = disturbed(
+        &cluster,
+        Disk::Nvme(Doorbells::Registers),
+        |mut random, progress| {
             let mut times = [(); 3].map(|()| Vec::new());
             for round in 1..=kills() as u64 / 2 {
                 let began = Instant::now();
@@ -291,7 +311,8 @@ fn a_backend_goes_on_in_the_next_service_at_the_cost_of_a_pause() {
                 times[1].push((next, Instant::now()));
             }
             times
-        });
+        },
+    );
     print("service, SIGUSR1", vm.longest(&ends));
     print("next service", vm.longest(&nexts));
     print("no end, longest batch", vm.longest(&nothing));
@@ -311,8 +332,10 @@ fn everything_of_a_host_that_is_restarted_at_once_costs_a_pause() {
     let mut lender = lend(&cluster, &image);
     let serve = || cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let mut service = serve().start().unwrap();
-    let (vm, [restarts, nothing]) =
-        disturbed(&cluster, Doorbells::Buffer, |mut random, progress| {
+    let (vm, [restarts, nothing]) = disturbed(
+        &cluster,
+        Disk::Nvme(Doorbells::Buffer),
+        |mut random, progress| {
             let mut times = [(); 2].map(|()| Vec::new());
             for round in 1..=kills() as u64 / 2 {
                 let before = Instant::now();
@@ -333,7 +356,8 @@ fn everything_of_a_host_that_is_restarted_at_once_costs_a_pause() {
                 times[0].push((began, Instant::now()));
             }
             times
-        });
+        },
+    );
     print("everything at once", vm.longest(&restarts));
     print("no end, longest batch", vm.longest(&nothing));
 }

@@ -1,4 +1,4 @@
-//! An NVMe model whose processes are killed under load: its VM sees pauses, and nothing else.
+//! An NVMe or virtio-blk model whose processes are killed under load: its VM sees pauses, and nothing else.
 //!
 //! A scripted VM keeps commands in flight (writes, zeroes, flushes, then reads whose data is compared with what was
 //! written), each of which must succeed and complete once, while workers, or the lender with its workers, get SIGKILL at
@@ -7,6 +7,7 @@
 
 mod backend;
 mod many;
+mod vm;
 
 use std::{
     fs,
@@ -21,18 +22,19 @@ use farside_devices::dma_test::{self, control, reg, status};
 use farside_lender_protocol::Client;
 use farside_scripted_vmm::{
     device::Device,
-    machine::Machine,
-    nvme::{Controller, DRIVER_RAM, Doorbells, Polled},
+    nvme::{DRIVER_RAM, Doorbells},
     pci,
-    ram::{Layout, PAGE, Ram},
+    ram::{Layout, Ram},
     vectors::Vectors,
 };
 use farside_tests::{Cluster, Daemon, MIB};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
+use vm::{Disk, Op, Vm};
+
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Pages of the namespace that are used, and commands of a batch.
+/// Pages of the disk that are used, and commands of a batch.
 const PAGES: u64 = 2048;
 const BATCH: u64 = 56;
 
@@ -61,160 +63,8 @@ impl Random {
     }
 }
 
-/// A VM and its disk.
-struct Vm {
-    machine: Machine,
-    _controller: Controller,
-    queue: Polled,
-    /// The number in each page, which fills it.
-    expected: Vec<u64>,
-    written: u64,
-    /// When batches began and ended.
-    batches: Vec<(Instant, Instant)>,
-}
-
-fn command(opcode: u8, page: u64, address: u64) -> [u8; 64] {
-    const BLOCKS: u64 = PAGE / 512;
-    let mut entry = [0; 64];
-    entry[0] = opcode;
-    entry[4] = 1;
-    entry[24..32].copy_from_slice(&address.to_le_bytes());
-    entry[40..48].copy_from_slice(&(page * BLOCKS).to_le_bytes());
-    entry[48] = BLOCKS as u8 - 1;
-    entry
-}
-
-const FLUSH: u8 = 0;
-const WRITE: u8 = 1;
-const READ: u8 = 2;
-const ZERO: u8 = 8;
-
-fn buffer(n: u64) -> u64 {
-    DRIVER_RAM.end + n * PAGE
-}
-
-impl Vm {
-    fn new(cluster: &Cluster, doorbells: Doorbells) -> Self {
-        Self::at(cluster.directory(), doorbells)
-    }
-
-    /// The VM at the socket in this runtime directory.
-    fn at(directory: &Path, doorbells: Doorbells) -> Self {
-        let socket = directory.join("vm/a/disk0.sock");
-        let mut device = Device::connect(&socket, TIMEOUT).unwrap();
-        let ram = Ram::new(Layout::new(64 * MIB, None, false).unwrap()).unwrap();
-        for block in ram.layout().blocks() {
-            device.map(&ram, block).unwrap();
-        }
-        device.reset().unwrap();
-        pci::place_bars(&mut device).unwrap();
-        pci::set_command(&mut device, pci::MEMORY | pci::BUS_MASTER).unwrap();
-        let vectors = Vectors::new(device.vectors()).unwrap();
-        let mut machine = Machine {
-            ram,
-            device,
-            vectors,
-            timeout: TIMEOUT,
-            early_interrupts: 0,
-        };
-        machine.device.enable_vectors(&machine.vectors).unwrap();
-        pci::enable_msix(&mut machine.device, true).unwrap();
-        let mut controller = Controller::bring_up(&mut machine, 1, 1).unwrap();
-        let queue = controller.polled(&mut machine, doorbells).unwrap();
-        Self {
-            machine,
-            _controller: controller,
-            queue,
-            expected: vec![0; PAGES as usize],
-            written: 0,
-            batches: Vec::new(),
-        }
-    }
-
-    fn run(&mut self, entries: &[[u8; 64]]) {
-        let began = Instant::now();
-        let succeeded = self.queue.run_raw(&mut self.machine, entries).unwrap();
-        self.batches.push((began, Instant::now()));
-        assert_eq!(succeeded, entries.len(), "no command may fail");
-    }
-
-    /// Changes some pages, and reads some.
-    fn round(&mut self, random: &mut Random) {
-        let first = random.below(PAGES);
-        let mut entries = Vec::new();
-        for n in 0..BATCH {
-            // Each page once: two writes of a page in flight have no order.
-            let page = (first + n * 37) % PAGES;
-            self.written += 1;
-            match random.below(8) {
-                0 => {
-                    self.expected[page as usize] = 0;
-                    entries.push(command(ZERO, page, 0));
-                }
-                1 => entries.push(command(FLUSH, 0, 0)),
-                _ => {
-                    self.expected[page as usize] = self.written;
-                    let data = self.written.to_le_bytes().repeat(PAGE as usize / 8);
-                    self.machine.ram.write(buffer(n), &data).unwrap();
-                    entries.push(command(WRITE, page, buffer(n)));
-                }
-            }
-        }
-        self.run(&entries);
-        self.read((0..BATCH).map(|n| (first + n * 37) % PAGES).collect());
-    }
-
-    fn read(&mut self, pages: Vec<u64>) {
-        let reads = (0..).zip(&pages);
-        let entries: Vec<_> = reads
-            .map(|(n, page)| {
-                self.machine.ram.write(buffer(n), &[0xa5; 512]).unwrap();
-                command(READ, *page, buffer(n))
-            })
-            .collect();
-        self.run(&entries);
-        for (n, page) in (0..).zip(pages) {
-            let mut data = vec![0; PAGE as usize];
-            self.machine.ram.read(buffer(n), &mut data).unwrap();
-            let expected = self.expected[page as usize].to_le_bytes();
-            let is_right = data.chunks(8).all(|part| part == expected);
-            assert!(
-                is_right,
-                "page {page} has {:?}, and not {expected:?}",
-                &data[..8]
-            );
-        }
-    }
-
-    /// Everything, at the end.
-    fn check(&mut self) {
-        for first in (0..PAGES).step_by(32) {
-            self.read((first..first + 32).collect());
-        }
-    }
-
-    /// The longest batch in each of these spans of time.
-    fn longest(&self, spans: &[(Instant, Instant)]) -> Vec<Duration> {
-        let of = |(from, to): &(Instant, Instant)| {
-            let within = self.batches.iter().filter(|it| it.1 > *from && it.0 < *to);
-            within.map(|(began, end)| *end - *began).max()
-        };
-        spans.iter().filter_map(of).collect()
-    }
-
-    /// How long the commands in flight at each kill took from then on.
-    fn pauses(&self, kills: &[Instant]) -> Vec<Duration> {
-        let of = |kill: &Instant| {
-            let batch = self.batches.iter().find(|(_, end)| end > kill)?;
-            Some(batch.1 - *kill)
-        };
-        kills.iter().filter_map(of).collect()
-    }
-}
-
 fn lend(cluster: &Cluster, image: &Path) -> Daemon {
-    let drive = format!("disk0={}", image.display());
-    cluster.lend(&["--nvme", &drive]).unwrap()
+    Disk::Nvme(Doorbells::Registers).lend(cluster, image)
 }
 
 /// The workers of a lender.
@@ -244,20 +94,20 @@ fn print(what: &str, mut pauses: Vec<Duration>) {
 /// Has a VM do I/O while `kill` does its work on another thread; that returns the times.
 fn under_load(
     cluster: &Cluster,
-    doorbells: Doorbells,
+    disk: Disk,
     kill: impl FnOnce(Random, &Progress) -> Vec<Instant> + Send,
 ) -> Vec<Duration> {
-    let (vm, kills) = disturbed(cluster, doorbells, kill);
+    let (vm, kills) = disturbed(cluster, disk, kill);
     vm.pauses(&kills)
 }
 
 /// As [`under_load`], with what `kill` returns, and the VM.
 fn disturbed<T: Send>(
     cluster: &Cluster,
-    doorbells: Doorbells,
+    disk: Disk,
     kill: impl FnOnce(Random, &Progress) -> T + Send,
 ) -> (Vm, T) {
-    let mut vm = Vm::new(cluster, doorbells);
+    let mut vm = Vm::new(cluster, disk);
     let mut random = Random::new();
     let over = AtomicBool::new(false);
     let progress = Progress::default();
@@ -315,13 +165,13 @@ impl Drop for Story<'_> {
     }
 }
 
-fn kill_workers(doorbells: Doorbells, count: usize) {
+fn kill_workers(disk: Disk, count: usize) {
     let cluster = Cluster::new().unwrap();
     let _story = Story(&cluster);
     let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let lender = lend(&cluster, &image);
+    let lender = disk.lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
-    let pauses = under_load(&cluster, doorbells, |mut random, progress| {
+    let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut kills = Vec::new();
         for round in 1.. {
             assert!(
@@ -350,26 +200,45 @@ fn kill_workers(doorbells: Doorbells, count: usize) {
         }
         kills
     });
-    print(&format!("workers, {doorbells:?}"), pauses);
+    print(&format!("workers, {disk:?}"), pauses);
 }
 
 #[test]
 fn a_worker_that_is_killed_under_load_costs_a_pause() {
-    kill_workers(Doorbells::Registers, kills());
+    kill_workers(Disk::Nvme(Doorbells::Registers), kills());
 }
 
 #[test]
 fn a_worker_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause() {
-    kill_workers(Doorbells::Buffer, kills());
+    kill_workers(Disk::Nvme(Doorbells::Buffer), kills());
+}
+
+#[test]
+fn a_worker_of_a_virtio_blk_model_that_is_killed_under_load_costs_a_pause() {
+    kill_workers(Disk::VirtioBlk { event_idx: false }, kills());
+}
+
+#[test]
+fn a_worker_of_a_virtio_blk_model_with_event_indexes_that_is_killed_under_load_costs_a_pause() {
+    kill_workers(Disk::VirtioBlk { event_idx: true }, kills());
 }
 
 #[test]
 fn a_lender_that_is_killed_under_load_and_started_anew_costs_a_pause() {
+    start_lender_anew(Disk::Nvme(Doorbells::Buffer));
+}
+
+#[test]
+fn a_lender_of_a_virtio_blk_model_that_is_killed_and_started_anew_costs_a_pause() {
+    start_lender_anew(Disk::VirtioBlk { event_idx: true });
+}
+
+fn start_lender_anew(disk: Disk) {
     let cluster = Cluster::new().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let mut lender = lend(&cluster, &image);
+    let mut lender = disk.lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
-    let pauses = under_load(&cluster, Doorbells::Buffer, |mut random, progress| {
+    let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut kills = Vec::new();
         for round in 0..10 {
             progress.wait(&mut random, Duration::from_millis(100));
@@ -378,11 +247,11 @@ fn a_lender_that_is_killed_under_load_and_started_anew_costs_a_pause() {
                 0 => lender.kill_all().unwrap(),
                 _ => lender.kill().unwrap(),
             }
-            lender = lend(&cluster, &image);
+            lender = disk.lend(&cluster, &image);
         }
         kills
     });
-    print("lender", pauses);
+    print(&format!("lender, {disk:?}"), pauses);
 }
 
 #[test]
@@ -391,17 +260,21 @@ fn a_lender_that_is_restarted_in_order_under_load_costs_a_pause() {
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let mut lender = lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
-    let pauses = under_load(&cluster, Doorbells::Registers, |mut random, progress| {
-        let mut kills = Vec::new();
-        for _ in 0..5 {
-            progress.wait(&mut random, Duration::from_millis(100));
-            kills.push(Instant::now());
-            lender.terminate().unwrap();
-            assert!(lender.wait_exit(TIMEOUT).unwrap().success());
-            lender = lend(&cluster, &image);
-        }
-        kills
-    });
+    let pauses = under_load(
+        &cluster,
+        Disk::Nvme(Doorbells::Registers),
+        |mut random, progress| {
+            let mut kills = Vec::new();
+            for _ in 0..5 {
+                progress.wait(&mut random, Duration::from_millis(100));
+                kills.push(Instant::now());
+                lender.terminate().unwrap();
+                assert!(lender.wait_exit(TIMEOUT).unwrap().success());
+                lender = lend(&cluster, &image);
+            }
+            kills
+        },
+    );
     print("lender, SIGTERM", pauses);
 }
 
@@ -414,10 +287,10 @@ fn a_vmm_in_a_process_of_its_own() {
     let Some(directory) = std::env::var_os(VMM) else {
         return;
     };
-    let mut vm = Vm::at(Path::new(&directory), Doorbells::Registers);
+    let mut vm = Vm::at(Path::new(&directory), Disk::Nvme(Doorbells::Registers));
     let mut random = Random::new();
     // What the VM before has written.
-    let pages: Vec<_> = (0..PAGES).map(|page| command(ZERO, page, 0)).collect();
+    let pages: Vec<_> = (0..PAGES).map(Op::Zero).collect();
     for entries in pages.chunks(BATCH as usize) {
         vm.run(entries);
     }
@@ -464,12 +337,12 @@ fn a_killed_vmm_frees_its_device_in_under_100_ms() {
 }
 
 /// Ends the lender alone by a signal, `count` times: its worker does not notice.
-fn end_lender(doorbells: Doorbells, signal: Signal, count: usize) {
+fn end_lender(disk: Disk, signal: Signal, count: usize) {
     let cluster = Cluster::new().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let mut lender = lend(&cluster, &image);
+    let mut lender = disk.lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
-    let (vm, [ends, starts, nothing]) = disturbed(&cluster, doorbells, |mut random, progress| {
+    let (vm, [ends, starts, nothing]) = disturbed(&cluster, disk, |mut random, progress| {
         let [worker] = workers(&lender)[..] else {
             panic!("no worker, or several")
         };
@@ -485,7 +358,7 @@ fn end_lender(doorbells: Doorbells, signal: Signal, count: usize) {
             lender.wait_exit(TIMEOUT).unwrap();
             // I/O goes on while there is none.
             wait(&mut times[1]);
-            lender = lend(&cluster, &image);
+            lender = disk.lend(&cluster, &image);
             let status = cluster.status().unwrap();
             let lent = status.lent("disk0").unwrap();
             assert_eq!(lent.borrowed_by.as_deref(), Some("a"));
@@ -495,7 +368,7 @@ fn end_lender(doorbells: Doorbells, signal: Signal, count: usize) {
         }
         times
     });
-    let name = |what| format!("{what}, {doorbells:?}");
+    let name = |what| format!("{what}, {disk:?}");
     print(&name("lender alone ends"), vm.pauses(&ends));
     print(&name("the next lender starts"), vm.pauses(&starts));
     print(&name("nothing happens"), vm.pauses(&nothing));
@@ -503,12 +376,12 @@ fn end_lender(doorbells: Doorbells, signal: Signal, count: usize) {
 
 #[test]
 fn a_lender_that_is_killed_alone_costs_no_pause() {
-    end_lender(Doorbells::Registers, Signal::KILL, kills());
+    end_lender(Disk::Nvme(Doorbells::Registers), Signal::KILL, kills());
 }
 
 #[test]
 fn a_lender_that_is_upgraded_costs_no_pause() {
-    end_lender(Doorbells::Buffer, Signal::USR1, 5);
+    end_lender(Disk::Nvme(Doorbells::Buffer), Signal::USR1, 5);
 }
 
 /// A DMA test device that writes to RAM and raises interrupts all the time.

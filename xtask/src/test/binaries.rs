@@ -46,7 +46,7 @@ const WAITING: [&str; 6] = [
 
 /// Tests that boot no VM and may take longer than the limit for those: binary, test,
 /// reason.
-pub(super) const LONG: [(&str, &str, &str); 15] = [
+pub(super) const LONG: [(&str, &str, &str); 21] = [
     (
         "crashes",
         "what_was_cut_off_twice_ends_at_one_host",
@@ -83,6 +83,11 @@ pub(super) const LONG: [(&str, &str, &str); 15] = [
         "lives through a controller's life once for each of its stores",
     ),
     (
+        "farside_devices",
+        "virtio::tests::recovery::a_device_that_is_killed_at_any_store_returns_each_request_once",
+        "lives through a device's life once for each of its stores",
+    ),
+    (
         "outlive",
         "a_worker_that_is_killed_under_load_costs_a_pause",
         "kills 50 workers",
@@ -110,6 +115,31 @@ pub(super) const LONG: [(&str, &str, &str); 15] = [
     (
         "outlive",
         "backend::a_backend_and_its_worker_that_are_killed_at_once_with_a_doorbell_buffer_cost_a_pause",
+        "kills 50 backends with their workers",
+    ),
+    (
+        "outlive",
+        "a_worker_of_a_virtio_blk_model_that_is_killed_under_load_costs_a_pause",
+        "kills 50 workers",
+    ),
+    (
+        "outlive",
+        "a_worker_of_a_virtio_blk_model_with_event_indexes_that_is_killed_under_load_costs_a_pause",
+        "kills 50 workers",
+    ),
+    (
+        "outlive",
+        "backend::a_backend_of_a_virtio_blk_model_that_is_killed_under_load_costs_a_pause",
+        "kills 50 backends",
+    ),
+    (
+        "outlive",
+        "backend::a_backend_of_a_virtio_blk_model_with_event_indexes_that_is_killed_under_load_costs_a_pause",
+        "kills 50 backends",
+    ),
+    (
+        "outlive",
+        "backend::a_backend_of_a_virtio_blk_model_and_its_worker_that_are_killed_at_once_cost_a_pause",
         "kills 50 backends with their workers",
     ),
     (

@@ -31,8 +31,8 @@ use super::{
     namespace::{Namespace, uuid_from},
     queues::{DoorbellError, Queues},
     registers::{Registers, Shutdown},
+    saved::Answered,
     slots::{IO_SLOTS, RESERVED_SLOTS, Slots, Work},
-    state::{Entry, InFlight, saved::Answered},
     stats::Stats,
     status::Status,
 };
@@ -41,6 +41,7 @@ use farside_pci::Description;
 use crate::{
     Bus, Dma,
     block::{BlockError, BlockQueue, Durability, Image, RemoteMedium, Tag, medium::Medium},
+    state::{Entry, InFlight},
 };
 
 /// Most commands fetched from one queue before the next queue.

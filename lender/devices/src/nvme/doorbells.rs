@@ -15,7 +15,7 @@ use farside_fabric::{Access, Fault, Iova};
 
 use super::{
     ring::GuestRange,
-    state::saved::{SavedBuffer, SavedShadow},
+    saved::{SavedBuffer, SavedShadow},
 };
 use crate::Dma;
 

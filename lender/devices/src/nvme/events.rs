@@ -1,8 +1,8 @@
 //! Asynchronous events (NVM Express 1.4, 5.2): open requests, and one pending event of
 //! each type. A reported type is masked until the guest has read its log page.
 
-use super::state::Entry;
 use crate::block::medium::warning;
+use crate::state::Entry;
 
 /// Most requests that may be open.
 pub const MAX_EVENT_REQUESTS: usize = 4;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::{
     identify::{TEMPERATURE, WARNING_TEMPERATURE},
-    state::saved::SavedFeatures,
+    saved::SavedFeatures,
     status::Status,
 };
 use crate::block::medium::warning;

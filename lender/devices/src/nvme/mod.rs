@@ -44,9 +44,9 @@ mod queues;
 mod recovery;
 mod registers;
 mod ring;
+pub(crate) mod saved;
 mod sgl;
 mod slots;
-mod state;
 mod stats;
 mod status;
 
@@ -57,13 +57,7 @@ pub use config::{Config, ConfigError, MODEL_LEN};
 pub use controller::Nvme;
 pub use pci::{DEVICE_ID, VENDOR_ID};
 
-pub use state::{
-    FORMAT as STATE_FORMAT, HEADER as STATE_HEADER, StateError, check_version as check_state,
-    version as state_version,
-};
-
-/// Bytes of the state that outlives the controller's process.
-pub const STATE_BYTES: u64 = state::SIZE as u64;
+pub(crate) use saved::STATE_KIND;
 
 use farside_fabric::{Access, memory::HostSlice};
 

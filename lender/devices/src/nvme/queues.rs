@@ -13,10 +13,13 @@ use super::{
     command::{CQE_SIZE, Command, Completion, SQE_SIZE},
     doorbells::{Doorbell, DoorbellBuffer, Shadow},
     ring::GuestRange,
-    state::{Entry, State},
+    saved::Saved,
     status::Status,
 };
-use crate::{Dma, Interrupts};
+use crate::{
+    Dma, Interrupts,
+    state::{Entry, State},
+};
 
 /// A submission queue.
 #[derive(Debug)]
@@ -188,7 +191,7 @@ pub struct Queues {
     shadow_polls: u64,
     line: bool,
     /// Where this outlives the process.
-    pub state: State,
+    pub state: State<Saved>,
     /// What a snapshot has of the doorbells has changed.
     changed: bool,
 }

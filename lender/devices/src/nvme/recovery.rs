@@ -1,4 +1,4 @@
-//! Going on with what a process before this one has left: see [`super::state`].
+//! Going on with what a process before this one has left: see [`crate::state`].
 //!
 //! Registers and queues are restored at once; the commands in flight when the device can reach guest memory again,
 //! before anything is fetched. A command whose completion the guest may have is done. The others are executed
@@ -12,28 +12,26 @@ use super::{
     controller::Nvme,
     features::Features,
     registers::{Configuration, Shutdown},
-    state::{
-        InFlight, Restored, State, StateError,
-        saved::{Answered, Saved},
-    },
+    saved::{Answered, Saved},
     status::Status,
 };
-use crate::Bus;
+use crate::{
+    Bus,
+    state::{InFlight, Restored, StateError},
+};
 
 impl Nvme {
     /// Keeps the state in `memory`; see [`Device::set_state`](crate::Device::set_state).
     pub(super) fn keep_in(&mut self, memory: HostSlice, resume: bool) -> Result<bool, StateError> {
-        if resume && let Some((state, restored)) = State::resume(memory.clone())? {
-            self.queues.state = state;
-            let done = self.restore(restored);
-            if done.is_err() {
-                self.queues.state.detach();
-            }
-            return done.map(|()| true);
+        let Some(restored) = self.queues.state.keep_in(memory, resume)? else {
+            self.save();
+            return Ok(false);
+        };
+        let done = self.restore(restored);
+        if done.is_err() {
+            self.queues.state.detach();
         }
-        self.queues.state = State::start(memory)?;
-        self.save();
-        Ok(false)
+        done.map(|()| true)
     }
 
     /// Saves what has changed, but for the doorbells and the commands in flight.
@@ -75,7 +73,7 @@ impl Nvme {
         self.queues.state.save(saved);
     }
 
-    fn restore(&mut self, restored: Restored) -> Result<(), StateError> {
+    fn restore(&mut self, restored: Restored<Saved>) -> Result<(), StateError> {
         let Restored {
             saved,
             mask,
@@ -179,18 +177,18 @@ impl Nvme {
             }
             return;
         }
-        let answer = answered.filter(|answer| it.sq == 0 && answer.sequence == entry.sequence);
+        let answer = answered.filter(|answer| it.queue == 0 && answer.sequence == entry.sequence);
         if let Some(Answered { result, status, .. }) = answer {
-            return self.post(bus, it.sq, (id, entry), result, Status::restored(status));
+            return self.post(bus, it.queue, (id, entry), result, Status::restored(status));
         }
-        let refused = match (it.sq, command.opcode()) {
+        let refused = match (it.queue, command.opcode()) {
             (0, admin::FORMAT_NVM) => Some(Status::COMMAND_INTERRUPTED),
             (1.., io::FLUSH) if self.flush_failed => Some(Status::WRITE_FAULT),
             _ => None,
         };
         match refused {
-            Some(status) => self.complete(bus, it.sq, (id, entry), Err(status), None),
-            None => self.execute(it.sq, &command, entry, bus),
+            Some(status) => self.complete(bus, it.queue, (id, entry), Err(status), None),
+            None => self.execute(it.queue, &command, entry, bus),
         }
     }
 }
@@ -199,5 +197,5 @@ impl Nvme {
 fn is_open_request(it: &InFlight, answered: Option<Answered>) -> bool {
     let opcode = Command::from_bytes(&it.command).opcode();
     let has_result = answered.is_some_and(|answer| answer.sequence == it.entry.sequence);
-    it.sq == 0 && opcode == admin::ASYNC_EVENT_REQUEST && it.completion.is_none() && !has_result
+    it.queue == 0 && opcode == admin::ASYNC_EVENT_REQUEST && it.completion.is_none() && !has_result
 }

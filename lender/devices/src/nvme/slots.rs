@@ -1,7 +1,10 @@
 //! Commands in flight. A slot's number is its tag at the medium.
 
-use super::{namespace::Extent, state::Entry};
-use crate::block::{DEPTH, Tag};
+use super::namespace::Extent;
+use crate::{
+    block::{DEPTH, Tag},
+    state::Entry,
+};
 
 /// Most I/O commands in flight; at the limit the controller stops fetching.
 pub const IO_SLOTS: u16 = DEPTH - RESERVED_SLOTS;

@@ -15,7 +15,7 @@ use vm_memory::{
     bitmap::BS, guest_memory::GuestMemorySliceIterator,
 };
 
-use crate::Dma;
+use crate::{Dma, state::crash_point};
 
 /// Bytes that are translated at once, at most: descriptors of a table are read one by one.
 const STEP: usize = 4096;
@@ -100,16 +100,23 @@ struct Found {
 pub(super) struct QueueMemory<'a> {
     dma: RefCell<&'a mut dyn Dma>,
     kept: &'a [KeptRange],
+    /// Memory that stands for what the guest has at this address.
+    instead: Option<(u64, VolatileSlice<'a>)>,
     /// What else was translated, which the slices that are handed out borrow.
     found: OnceCell<Box<Found>>,
     fault: Cell<Option<Fault>>,
 }
 
 impl<'a> QueueMemory<'a> {
-    pub(super) fn new(dma: &'a mut dyn Dma, kept: &'a [KeptRange]) -> Self {
+    pub(super) fn new(
+        dma: &'a mut dyn Dma,
+        kept: &'a [KeptRange],
+        instead: Option<(u64, VolatileSlice<'a>)>,
+    ) -> Self {
         Self {
             dma: RefCell::new(dma),
             kept,
+            instead,
             found: OnceCell::new(),
             fault: Cell::new(None),
         }
@@ -122,6 +129,13 @@ impl<'a> QueueMemory<'a> {
 
     /// 1 to `len` bytes at `at`.
     fn piece(&self, at: u64, len: usize, access: Access) -> Option<VolatileSlice<'_>> {
+        crash_point();
+        if let Some((from, slice)) = &self.instead
+            && let Some(skip) = at.checked_sub(*from).map(|skip| skip as usize)
+            && skip < slice.len()
+        {
+            return slice.subslice(skip, len.min(slice.len() - skip)).ok();
+        }
         let mut kept = self.kept.iter();
         if let Some(slice) = kept.find_map(|range| range.find(at, len, access)) {
             return Some(slice);

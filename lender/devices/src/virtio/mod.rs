@@ -26,9 +26,11 @@ mod blk;
 mod memory;
 mod pci;
 mod queue;
+pub(crate) mod saved;
 
 #[cfg(test)]
 mod tests;
 
 pub use blk::{Config, ConfigError, VirtioBlk};
 pub use pci::VENDOR_ID;
+pub(crate) use saved::STATE_KIND;

@@ -16,6 +16,8 @@
 
 mod common;
 mod image;
+mod queues;
+mod saved;
 
 pub(super) use image::description;
 
@@ -28,8 +30,11 @@ use virtio_bindings::{
     virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC},
 };
 
-use super::queue::{MAX_SIZE, QueueError, QueueSetup, Segment, VirtQueue};
-use crate::{Bus, Dma, Interrupts};
+use super::{
+    queue::{MAX_SIZE, QueueSetup, VirtQueue},
+    saved::Saved,
+};
+use crate::{Bus, Interrupts, state::State};
 
 /// Vendor id of virtio devices (4.1.2).
 pub const VENDOR_ID: u16 = 0x1af4;
@@ -144,6 +149,10 @@ pub(super) struct Transport {
     /// the borrower.
     msix_table: Box<[u8]>,
     guest_errors_logged: u32,
+    /// What outlives this process.
+    pub(super) state: State<Saved>,
+    /// Something of the snapshot has changed since it was saved.
+    pub(super) changed: bool,
 }
 
 impl Transport {
@@ -173,11 +182,18 @@ impl Transport {
             line: false,
             msix_table: power_on_table(vectors),
             guest_errors_logged: 0,
+            state: State::default(),
+            changed: false,
         }
     }
 
     pub(super) fn description(&self) -> &Description {
         &self.description
+    }
+
+    /// For log lines.
+    pub(super) fn name(&self) -> &str {
+        &self.name
     }
 
     /// Whether the driver has accepted feature `bit`.
@@ -230,6 +246,8 @@ impl Transport {
         self.queue_select = 0;
         self.queues.fill_with(|| QueueState::RESET);
         self.isr = 0;
+        self.state.new_session();
+        self.changed = true;
     }
 
     /// Reads `data.len()` bytes at `at` of BAR 0. `config` is the device's configuration.
@@ -326,6 +344,7 @@ impl Transport {
                     && let Some(bytes) = self.msix_table.get_mut(at..at + data.len())
                 {
                     bytes.copy_from_slice(data);
+                    self.changed = true;
                 }
             }
             _ => {}
@@ -342,6 +361,7 @@ impl Transport {
         if self.resetting {
             return Written::Nothing;
         }
+        self.changed = true;
         let negotiating = !self.is_negotiated();
         let vectors = self.description.msix_vectors;
         let vector = |value: u64| match value as u16 {
@@ -438,6 +458,8 @@ impl Transport {
                 queue.set_event_idx(event_idx);
                 state.queue = Some(queue);
                 state.is_demanded = true;
+                self.state.fetched(index, 0);
+                self.state.posted(index, 0);
             }
             Err(error) => {
                 let size = state.setup.size;
@@ -461,103 +483,13 @@ impl Transport {
             log::warn!("{}: needs a reset: {reason}", self.name);
         }
         self.status |= NEEDS_RESET;
+        self.changed = true;
+        self.interrupt_failure(irq);
+    }
+
+    fn interrupt_failure(&mut self, irq: &mut dyn Interrupts) {
         if self.status & DRIVER_OK != 0 {
             self.interrupt(ISR_CONFIG, self.config_vector, irq);
-        }
-    }
-
-    /// Number of queues, also of those that are not enabled.
-    pub(super) fn queue_count(&self) -> u16 {
-        self.queues.len() as u16
-    }
-
-    /// Calls `act` with queue `index`, if it is enabled, and reachable unless that is demanded. On an error
-    /// the device needs a reset.
-    fn with_queue<R>(
-        &mut self,
-        index: u16,
-        bus: &mut Bus<'_>,
-        act: impl FnOnce(&mut VirtQueue, &mut dyn Dma) -> Result<R, QueueError>,
-    ) -> Option<R> {
-        let state = self.queues.get_mut(usize::from(index))?;
-        let queue = state.queue.as_mut()?;
-        if !state.is_demanded && !queue.is_reachable(bus.dma) {
-            return None;
-        }
-        match act(queue, bus.dma) {
-            Ok(result) => {
-                state.is_demanded = false;
-                Some(result)
-            }
-            Err(error) => {
-                self.fail(format_args!("queue {index}: {error}"), bus.irq);
-                None
-            }
-        }
-    }
-
-    /// Takes the next request of queue `index`: see [`VirtQueue::take`].
-    pub(super) fn take(
-        &mut self,
-        index: u16,
-        bus: &mut Bus<'_>,
-        segments: &mut Vec<Segment>,
-        most: usize,
-    ) -> Option<u16> {
-        self.with_queue(index, bus, |queue, dma| {
-            let head = queue.take(dma, segments, most)?;
-            if head.is_some() {
-                queue.disable_notifications(dma)?;
-            }
-            Ok(head)
-        })?
-    }
-
-    /// Returns a request with `len` bytes written; [`Transport::interrupt_driver`] tells the driver.
-    pub(super) fn give_back(&mut self, index: u16, head: u16, len: u32, bus: &mut Bus<'_>) {
-        if let Some(state) = self.queues.get_mut(usize::from(index)) {
-            // The driver has put the request there.
-            state.is_demanded = true;
-        }
-        let returned = self.with_queue(index, bus, |queue, dma| queue.give_back(dma, head, len));
-        if returned.is_some() {
-            self.queues[usize::from(index)].returned = true;
-        }
-    }
-
-    /// Raises the interrupts of queues whose requests were returned.
-    pub(super) fn interrupt_driver(&mut self, bus: &mut Bus<'_>) {
-        for index in 0..self.queue_count() {
-            let QueueState {
-                returned, vector, ..
-            } = self.queues[usize::from(index)];
-            if !returned {
-                continue;
-            }
-            if let Some(wanted) = self.with_queue(index, bus, VirtQueue::needs_interrupt) {
-                self.queues[usize::from(index)].returned = false;
-                if wanted {
-                    self.interrupt(ISR_QUEUE, vector, bus.irq);
-                }
-            }
-        }
-    }
-
-    /// Has the driver notify. Returns whether there are requests already.
-    pub(super) fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
-        let mut pending = false;
-        for index in 0..self.queue_count() {
-            pending |= self
-                .with_queue(index, bus, VirtQueue::enable_notifications)
-                .unwrap_or(false);
-        }
-        pending
-    }
-
-    /// Drops translations, as a quiesce requires.
-    pub(super) fn forget_translations(&mut self) {
-        for queue in self.queues.iter_mut().filter_map(|it| it.queue.as_mut()) {
-            queue.forget_translations();
         }
     }
 

@@ -8,7 +8,7 @@ use std::{fmt, sync::atomic::Ordering};
 use farside_fabric::{Access, Fault, Iova};
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{ByteValued, Bytes, GuestAddress, VolatileSlice};
 
 use super::memory::{KeptRange, QueueMemory};
 use crate::Dma;
@@ -79,6 +79,12 @@ pub(super) struct VirtQueue {
     kept: [KeptRange; 3],
     /// The driver may suppress its notifications, by a flag.
     quiet: bool,
+    /// Requests taken in all.
+    taken: u64,
+    /// Requests given back in all.
+    given_back: u64,
+    /// An interrupt may have been lost with the process before this one.
+    is_overdue: bool,
 }
 
 impl VirtQueue {
@@ -108,7 +114,33 @@ impl VirtQueue {
                 range(used, 6 + 8 * entries, Access::Write),
             ],
             quiet: false,
+            taken: 0,
+            given_back: 0,
+            is_overdue: false,
         })
+    }
+
+    /// Goes on with the queue of a process before this one, which has taken and given back so many requests.
+    pub(super) fn go_on(&mut self, taken: u64, given_back: u64) {
+        self.queue.set_next_avail(taken as u16);
+        self.queue.set_next_used(given_back as u16);
+        (self.taken, self.given_back) = (taken, given_back);
+        self.is_overdue = true;
+    }
+
+    /// Entries.
+    pub(super) fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
+    /// How many requests were taken, in all.
+    pub(super) fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// How many requests were given back, in all.
+    pub(super) fn given_back(&self) -> u64 {
+        self.given_back
     }
 
     /// Whether VIRTIO_F_EVENT_IDX was negotiated.
@@ -131,10 +163,21 @@ impl VirtQueue {
         dma: &mut dyn Dma,
         act: impl FnOnce(&mut Queue, &QueueMemory<'_>) -> Result<R, virtio_queue::Error>,
     ) -> Result<R, QueueError> {
+        self.with_available(dma, None, act)
+    }
+
+    /// Calls `act` with memory, which begins with this instead where the available ring is.
+    fn with_available<R>(
+        &mut self,
+        dma: &mut dyn Dma,
+        available: Option<VolatileSlice<'_>>,
+        act: impl FnOnce(&mut Queue, &QueueMemory<'_>) -> Result<R, virtio_queue::Error>,
+    ) -> Result<R, QueueError> {
         for range in &mut self.kept {
             range.translate(dma).map_err(QueueError::Fault)?;
         }
-        let memory = QueueMemory::new(dma, &self.kept);
+        let available = available.map(|it| (self.queue.avail_ring(), it));
+        let memory = QueueMemory::new(dma, &self.kept, available);
         let result = act(&mut self.queue, &memory);
         match memory.fault() {
             Some(fault) => Err(QueueError::Fault(fault)),
@@ -150,10 +193,40 @@ impl VirtQueue {
         segments: &mut Vec<Segment>,
         most: usize,
     ) -> Result<Option<u16>, QueueError> {
+        let head = self.take_from(dma, None, segments, most)?;
+        self.taken += u64::from(head.is_some());
+        Ok(head)
+    }
+
+    /// Takes the request with this first descriptor again, which a process before this one has taken.
+    pub(super) fn take_again(
+        &mut self,
+        dma: &mut dyn Dma,
+        head: u16,
+        segments: &mut Vec<Segment>,
+        most: usize,
+    ) -> Result<(), QueueError> {
+        // An available ring (2.7.6) with this request alone: the driver may have reused the request's entry. Flags,
+        // index, first entry.
+        let mut available = (u64::from(head) << 32 | 1 << 16).to_le();
+        let available = VolatileSlice::from(available.as_mut_slice());
+        self.queue.set_next_avail(0);
+        let taken = self.take_from(dma, Some(available), segments, most);
+        self.queue.set_next_avail(self.taken as u16);
+        taken.map(drop)
+    }
+
+    fn take_from(
+        &mut self,
+        dma: &mut dyn Dma,
+        available: Option<VolatileSlice<'_>>,
+        segments: &mut Vec<Segment>,
+        most: usize,
+    ) -> Result<Option<u16>, QueueError> {
         segments.clear();
         // Also of a chain without descriptors.
         let mut incomplete = true;
-        let head = self.with(dma, |queue, memory| {
+        let head = self.with_available(dma, available, |queue, memory| {
             let chain = queue.iter(memory)?.next();
             let Some(mut chain) = chain else {
                 return Ok(None);
@@ -185,12 +258,28 @@ impl VirtQueue {
         head: u16,
         len: u32,
     ) -> Result<(), QueueError> {
-        self.with(dma, |queue, memory| queue.add_used(memory, head, len))
+        self.with(dma, |queue, memory| queue.add_used(memory, head, len))?;
+        self.given_back += 1;
+        Ok(())
+    }
+
+    /// Whether a process before this one has given back one request more than it has recorded: then the used index
+    /// has that. Anything else that the driver has written there is no sign of it.
+    pub(super) fn has_given_back(&mut self, dma: &mut dyn Dma) -> Result<bool, QueueError> {
+        let used = self.with(dma, |queue, memory| {
+            queue.used_idx(memory, Ordering::Acquire)
+        })?;
+        let has = used.0 == (self.given_back + 1) as u16;
+        if has {
+            self.given_back += 1;
+            self.queue.set_next_used(used.0);
+        }
+        Ok(has)
     }
 
     /// Whether the driver wants an interrupt for what was returned since the last call.
     pub(super) fn needs_interrupt(&mut self, dma: &mut dyn Dma) -> Result<bool, QueueError> {
-        self.with(dma, |queue, memory| {
+        let wanted = self.with(dma, |queue, memory| {
             if queue.event_idx_enabled() {
                 return queue.needs_notification(memory);
             }
@@ -199,7 +288,8 @@ impl VirtQueue {
                 .load::<u16>(GuestAddress(queue.avail_ring()), Ordering::Relaxed)
                 .map_err(virtio_queue::Error::GuestMemory)?;
             Ok(u32::from(u16::from_le(flags)) & VRING_AVAIL_F_NO_INTERRUPT == 0)
-        })
+        })?;
+        Ok(std::mem::take(&mut self.is_overdue) || wanted)
     }
 
     /// Has the driver notify of new requests. Returns whether there are any.

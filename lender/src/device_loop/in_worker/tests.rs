@@ -272,5 +272,5 @@ fn the_medium_of_a_virtio_blk_disk_can_be_lent() {
         device.check(None, transport, &[]).unwrap();
     }
     assert!(matches!(device.medium(), Some(Ok(_))));
-    assert_eq!(device.described().state, 0);
+    assert_ne!(device.described().state, 0);
 }

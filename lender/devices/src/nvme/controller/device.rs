@@ -11,8 +11,8 @@ use crate::{
     nvme::{
         registers::{BAR_SIZE, Registers},
         slots::{IO_SLOTS, RESERVED_SLOTS},
-        state,
     },
+    state,
 };
 
 impl Device for Nvme {

@@ -1,7 +1,5 @@
 //! Queues in a snapshot, and from one.
 
-use std::collections::BTreeSet;
-
 use farside_fabric::{Fault, Iova};
 
 use super::{CompletionQueue, Queues, SubmissionQueue};
@@ -11,11 +9,9 @@ use crate::{
         command::{CQE_SIZE, Command},
         doorbells::{DoorbellBuffer, Shadow},
         registers::MAX_QUEUE_ENTRIES,
-        state::{
-            InFlight, StateError, Words,
-            saved::{Saved, SavedCq, SavedSq},
-        },
+        saved::{Saved, SavedCq, SavedSq},
     },
+    state::{InFlight, StateError, Words},
 };
 
 /// Least alignment of a queue.
@@ -148,32 +144,17 @@ impl Queues {
     ) -> Result<Vec<InFlight>, StateError> {
         let invalid = StateError::Invalid;
         let mut kept = Vec::new();
-        let mut seen = BTreeSet::new();
         for command in commands {
-            let Some(Some(sq)) = self.sqs.get_mut(usize::from(command.sq)) else {
+            let Some(Some(sq)) = self.sqs.get_mut(usize::from(command.queue)) else {
                 return Err(invalid("a command in flight is of no queue"));
             };
-            if command.number == sq.fetched {
-                // Recorded, and not counted.
-                sq.fetched += 1;
-                sq.head = super::next(sq.head, sq.entries);
-                self.state.fetched(command.sq, sq.fetched);
-            }
-            if command.number >= sq.fetched || !seen.insert((command.sq, command.number)) {
-                return Err(invalid("the number of a command in flight"));
-            }
             let Some(cq) = self.cqs[usize::from(sq.cq)].as_mut() else {
                 return Err(invalid("a submission queue's completion queue"));
             };
-            match command.completion {
-                Some(number) if number < cq.posted => {
-                    self.state.release(command.entry);
-                    continue;
-                }
-                Some(number) if number > cq.posted => {
-                    return Err(invalid("the number of a completion"));
-                }
-                _ => {}
+            let is_left = self.state.is_left(&command, &mut sq.fetched, cq.posted)?;
+            sq.head = (sq.fetched % u64::from(sq.entries)) as u16;
+            if !is_left {
+                continue;
             }
             if !is_open(&command) {
                 sq.in_flight += 1;
@@ -192,7 +173,7 @@ impl Queues {
 
     /// Whether the completion of a command is in guest memory, though it is not recorded as posted. Then it is.
     pub fn was_completed(&mut self, dma: &mut dyn Dma, command: &InFlight) -> Result<bool, Fault> {
-        let Some(Some(sq)) = self.sqs.get_mut(usize::from(command.sq)) else {
+        let Some(Some(sq)) = self.sqs.get_mut(usize::from(command.queue)) else {
             return Ok(false);
         };
         let Some(cq) = self.cqs[usize::from(sq.cq)].as_mut() else {
@@ -208,7 +189,7 @@ impl Queues {
         let id = Command::from_bytes(&command.command).id();
         let is_it = (last >> 16 & 1 != 0) == cq.phase
             && last & 0xffff == u32::from(id)
-            && queue == u32::from(command.sq);
+            && queue == u32::from(command.queue);
         if !is_it {
             // Else it would count as done once another command is completed with this number.
             self.state.not_completed(command.entry);

@@ -7,7 +7,7 @@ mod configuration;
 pub(crate) mod crash;
 mod doorbells;
 mod entries;
-mod failing;
+pub(crate) mod failing;
 mod faults;
 mod hostile;
 mod io;

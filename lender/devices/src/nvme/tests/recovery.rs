@@ -7,7 +7,7 @@ use std::{
 
 use super::crash;
 use super::world::{DATA, Driver, OK, SHADOWS, Sqe, pattern};
-use crate::{Device, nvme::state};
+use crate::{Device, state};
 
 const BLOCK: u64 = 512;
 

@@ -5,9 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use farside_fabric::memory::{HostSlice, SharedMemory};
 
 use super::crash;
-use crate::nvme::state::{
-    SIZE, State,
-    saved::{Answered, Saved},
+use crate::{
+    nvme::saved::{Answered, Saved},
+    state::{SIZE, State},
 };
 
 fn memory() -> HostSlice {
@@ -19,7 +19,7 @@ fn memory() -> HostSlice {
 #[test]
 fn the_place_of_a_command_before_a_reset_is_void_while_it_is_written() {
     let memory = memory();
-    let mut state = State::start(memory.clone()).unwrap();
+    let mut state = State::<Saved>::start(memory.clone()).unwrap();
     state.save(Saved::default());
     state.record(1, 7, &[0x11; 64]).unwrap();
     state.new_session();
@@ -28,7 +28,7 @@ fn the_place_of_a_command_before_a_reset_is_void_while_it_is_written() {
         crash::after(Some(point));
         let record = || state.record(1, 0, &[0x22; 64]);
         assert!(catch_unwind(AssertUnwindSafe(record)).is_err());
-        let (_, restored) = State::resume(memory.clone()).unwrap().unwrap();
+        let (_, restored) = State::<Saved>::resume(memory.clone()).unwrap().unwrap();
         assert_eq!(restored.in_flight, []);
     }
 }
@@ -36,7 +36,7 @@ fn the_place_of_a_command_before_a_reset_is_void_while_it_is_written() {
 #[test]
 fn no_later_command_gets_the_number_of_the_last_result() {
     let memory = memory();
-    let mut state = State::start(memory.clone()).unwrap();
+    let mut state = State::<Saved>::start(memory.clone()).unwrap();
     state.save(Saved::default());
     let entry = state.record(0, 0, &[0; 64]).unwrap();
     let answered = Some(Answered {
@@ -49,7 +49,7 @@ fn no_later_command_gets_the_number_of_the_last_result() {
         ..Saved::default()
     });
     state.release(entry);
-    let (mut state, restored) = State::resume(memory).unwrap().unwrap();
+    let (mut state, restored) = State::<Saved>::resume(memory).unwrap().unwrap();
     assert_eq!(
         (restored.in_flight, restored.saved.answered),
         (vec![], answered)

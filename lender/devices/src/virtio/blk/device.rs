@@ -6,7 +6,7 @@ use farside_fabric::memory::HostSlice;
 use farside_pci::Description;
 
 use super::VirtioBlk;
-use crate::{Bus, Device, block::DEPTH, virtio::pci::BAR_SIZE};
+use crate::{Bus, Device, block::DEPTH, state, virtio::pci::BAR_SIZE};
 
 impl Device for VirtioBlk {
     fn description(&self) -> &Description {
@@ -24,6 +24,7 @@ impl Device for VirtioBlk {
         if bar == 0 && at < BAR_SIZE {
             let written = self.transport.write(at, data, bus);
             self.written(written, bus);
+            self.save_changes();
         }
     }
 
@@ -36,8 +37,11 @@ impl Device for VirtioBlk {
 
     fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
         // Without room, a completion wakes the device.
-        let pending =
-            self.may_take(bus) && self.transport.enable_notifications(bus) && self.slots.has_room();
+        let pending = match self.may_take(bus) {
+            true => self.transport.enable_notifications(bus) && self.slots.has_room(),
+            false => self.can_recover(bus),
+        };
+        self.save_changes();
         !pending && !self.block.is_busy()
     }
 
@@ -55,12 +59,14 @@ impl Device for VirtioBlk {
         if quiet {
             self.transport.forget_translations();
         }
+        self.save_changes();
         quiet
     }
 
     fn resume(&mut self, bus: &mut Bus<'_>) {
         self.quiesced = false;
         self.advance(bus);
+        self.save_changes();
     }
 
     fn reset(&mut self) {
@@ -73,6 +79,20 @@ impl Device for VirtioBlk {
         self.transport.power_on();
         self.forget_session();
         self.quiesced = false;
+        self.save();
+    }
+
+    fn state_bytes(&self) -> u64 {
+        state::SIZE as u64
+    }
+
+    fn set_state(&mut self, memory: HostSlice, resume: bool) -> Result<bool, String> {
+        let kept = self.keep_in(memory, resume);
+        kept.map_err(|error| error.to_string())
+    }
+
+    fn detach_state(&mut self) {
+        self.transport.state.detach();
     }
 
     fn flush(&mut self) -> std::io::Result<()> {

@@ -19,6 +19,7 @@ use super::{
 use crate::{
     Bus, Dma,
     block::{BlockError, Durability, Tag, medium::Direction},
+    state::Entry,
     virtio::queue::Segment,
 };
 
@@ -47,7 +48,7 @@ impl VirtioBlk {
     pub(super) fn start(
         &mut self,
         queue: u16,
-        head: u16,
+        (head, entry): (u16, Entry),
         chain: &[Segment],
         bus: &mut Bus<'_>,
     ) -> Option<()> {
@@ -62,7 +63,7 @@ impl VirtioBlk {
         };
         let tag = self.slots.take()?;
         let slot = &mut self.slots[tag];
-        (slot.queue, slot.head) = (queue, head);
+        (slot.queue, slot.head, slot.entry) = (queue, head, entry);
         (slot.status, slot.in_len) = (frame.status, frame.in_len);
         slot.next = (0, 0);
         slot.after = (0, 0);
@@ -204,6 +205,9 @@ impl VirtioBlk {
         if self.read_only {
             return Ok(Progress::Done(0));
         }
+        if self.recovering && self.flush_failed {
+            return Err(Failure::Io);
+        }
         self.slots[tag].work = Work::Flush;
         self.issue(tag, dma)
     }
@@ -282,6 +286,14 @@ impl VirtioBlk {
     ) {
         let work = self.slots[tag].work;
         self.note_medium(work, result);
+        if work == Work::Flush
+            && matches!(result, Err(error) if error != BlockError::Unreachable)
+            && !self.flush_failed
+        {
+            // Before the request is returned: executed again, it would succeed.
+            self.flush_failed = true;
+            self.save();
+        }
         // A device that is being reset starts no further steps.
         if self.transport.is_resetting() {
             self.release(tag);
@@ -344,7 +356,8 @@ impl VirtioBlk {
             Err(Failure::Unsupported) => (VIRTIO_BLK_S_UNSUPP, None),
         };
         let slot = &self.slots[tag];
-        let (queue, head, in_len) = (slot.queue, slot.head, slot.in_len);
+        let (queue, in_len) = (slot.queue, slot.in_len);
+        let request = (slot.head, slot.entry);
         // The length is that of what was written from the first buffer on (2.7.8.2), and the status is
         // behind the data.
         let len = match len.unwrap_or(0) == in_len {
@@ -362,7 +375,7 @@ impl VirtioBlk {
         }
         match bus.dma.write(at, &[status as u8]) {
             // Of a chain of no more than 4 GiB.
-            Ok(()) => self.transport.give_back(queue, head, len as u32, bus),
+            Ok(()) => self.transport.give_back(queue, request, len as u32, bus),
             Err(fault) => self.transport.fail(
                 format_args!("queue {queue}: the status of a request: {fault}"),
                 bus.irq,

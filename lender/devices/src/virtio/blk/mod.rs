@@ -4,6 +4,7 @@ mod config;
 mod device;
 mod io;
 mod layout;
+mod recovery;
 mod request;
 mod slots;
 
@@ -16,6 +17,7 @@ use super::{
 use crate::{
     Bus,
     block::{BlockQueue, DEPTH, Image, RemoteMedium, Tag, medium::Medium},
+    state::InFlight,
 };
 use layout::{CONFIG_LEN, SEG_MAX, WRITEBACK};
 use slots::Slots;
@@ -52,6 +54,12 @@ pub struct VirtioBlk {
     read_only: bool,
     stats: Stats,
     quiesced: bool,
+    /// Requests that were in flight when the process before this one ended, until they can be taken up.
+    recovery: Option<Vec<InFlight>>,
+    /// They are being taken up.
+    recovering: bool,
+    /// A flush has failed, which the kernel reports once.
+    flush_failed: bool,
     /// The queue that the next round starts with.
     turn: u16,
     /// The buffers of the request that is being decoded.
@@ -116,7 +124,7 @@ impl VirtioBlk {
         Self::with_block(id, config, block, (size, punches_holes))
     }
 
-    fn with_block(
+    pub(in crate::virtio) fn with_block(
         id: &str,
         config: &Config,
         block: std::io::Result<BlockQueue>,
@@ -141,6 +149,9 @@ impl VirtioBlk {
             read_only: config.read_only,
             stats: Stats::default(),
             quiesced: false,
+            recovery: None,
+            recovering: false,
+            flush_failed: false,
             turn: 0,
             segments: Vec::with_capacity(SEG_MAX + 2),
         })
@@ -152,6 +163,13 @@ impl VirtioBlk {
         self.durability() == crate::block::Durability::Durable
     }
 
+    /// As if a flush had failed.
+    #[cfg(test)]
+    pub(in crate::virtio) fn fail_flush(&mut self) {
+        self.flush_failed = true;
+        self.save();
+    }
+
     fn written(&mut self, written: Written, bus: &mut Bus<'_>) {
         match written {
             Written::Nothing => {}
@@ -160,9 +178,15 @@ impl VirtioBlk {
                 // The only writable field (5.2.5).
                 if at == WRITEBACK && self.transport.has_feature(VIRTIO_BLK_F_CONFIG_WCE) {
                     self.config[at] = value & 1;
+                    self.save();
                 }
             }
-            Written::Reset => self.advance(bus),
+            Written::Reset => {
+                self.recovery = None;
+                // Before counters of its queues are used anew.
+                self.save();
+                self.advance(bus);
+            }
         }
     }
 
@@ -186,12 +210,14 @@ impl VirtioBlk {
     fn forget_session(&mut self) {
         self.config[WRITEBACK] = 1;
         self.turn = 0;
+        self.recovery = None;
+        self.flush_failed = false;
     }
 
     /// Whether requests may be taken. Clear bus-master enable is no error: a guest that resets or unbinds
     /// a device clears it while the device is running.
     fn may_take(&self, bus: &Bus<'_>) -> bool {
-        !self.quiesced && self.transport.is_running(bus)
+        !self.quiesced && self.transport.is_running(bus) && self.recovery.is_none()
     }
 
     fn take_all(&mut self, bus: &mut Bus<'_>) -> bool {
@@ -215,18 +241,25 @@ impl VirtioBlk {
             if !self.slots.has_room() || !self.may_take(bus) {
                 return taken;
             }
-            let mut segments = std::mem::take(&mut self.segments);
-            let head = self.transport.take(queue, bus, &mut segments, SEG_MAX + 2);
-            if let Some(head) = head {
-                self.stats.requests += 1;
-                self.start(queue, head, &segments, bus);
-            }
-            self.segments = segments;
-            if head.is_none() {
+            if !self.take_request(queue, None, bus) {
                 return taken;
             }
         }
         BURST
+    }
+
+    /// Starts the next request of a queue, or one that was in flight. Returns whether there is any.
+    fn take_request(&mut self, queue: u16, again: Option<&InFlight>, bus: &mut Bus<'_>) -> bool {
+        let mut segments = std::mem::take(&mut self.segments);
+        let request = self
+            .transport
+            .take(queue, again, bus, &mut segments, SEG_MAX + 2);
+        if let Some(request) = request {
+            self.stats.requests += 1;
+            self.start(queue, request, &segments, bus);
+        }
+        self.segments = segments;
+        request.is_some()
     }
 
     /// Advances I/O without blocking. Returns whether any finished.
@@ -253,7 +286,7 @@ impl VirtioBlk {
     }
 
     fn run(&mut self, bus: &mut Bus<'_>) -> bool {
-        let mut busy = false;
+        let mut busy = self.recover(bus);
         if self.may_take(bus) {
             self.unpark(bus);
             busy |= self.take_all(bus);
@@ -261,6 +294,7 @@ impl VirtioBlk {
         busy |= self.turn_block(bus);
         self.interrupt_driver(bus);
         self.advance(bus);
+        self.save_changes();
         busy
     }
 

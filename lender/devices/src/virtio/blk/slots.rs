@@ -3,7 +3,10 @@
 use farside_fabric::Iova;
 
 use super::request::{Extent, Part};
-use crate::block::{DEPTH, Tag};
+use crate::{
+    block::{DEPTH, Tag},
+    state::Entry,
+};
 
 /// The work of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +31,8 @@ pub(super) struct Slot {
     pub(super) queue: u16,
     /// The index of the chain's first descriptor.
     pub(super) head: u16,
+    /// Its place in the table of requests in flight.
+    pub(super) entry: Entry,
     /// Where the status byte is.
     pub(super) status: Iova,
     /// Bytes of the data that the device writes.
@@ -52,6 +57,7 @@ impl Slot {
             work: Work::Free,
             queue: 0,
             head: 0,
+            entry: Entry::default(),
             status: Iova::new(0),
             in_len: 0,
             data: Vec::new(),
@@ -89,6 +95,10 @@ impl Slots {
 
     pub(super) fn busy(&self) -> usize {
         self.slots.len() - self.free.len()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.slots.len()
     }
 
     /// Requests that the medium has.

@@ -1,6 +1,12 @@
+use crate::nvme::tests::{crash, failing, random, watch};
+
+mod bench;
 mod blk;
+mod faults;
 mod hostile;
 mod network;
+mod recovery;
 mod registers;
+mod restarts;
 mod rings;
 mod world;

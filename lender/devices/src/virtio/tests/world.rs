@@ -3,21 +3,27 @@
 use std::{
     fs::File,
     os::unix::fs::FileExt,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     path::PathBuf,
     sync::atomic::{Ordering, fence},
     time::{Duration, Instant},
 };
 
+use farside_fabric::memory::HostSlice;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::retry_on_intr,
 };
 use tempfile::TempDir;
 
+use super::{
+    crash::Killed,
+    failing::{Faults, Watch},
+};
 pub use crate::test_bus::{BASE, Irq, Memory, SIZE};
 use crate::{
     Bus, Device,
-    block::EngineChoice,
+    block::{EngineChoice, Image},
     virtio::{Config, VirtioBlk},
 };
 
@@ -123,6 +129,18 @@ pub struct Driver {
     pub kicks: u64,
     pub image: PathBuf,
     _directory: TempDir,
+    pub config: Config,
+    /// The image, locked.
+    pub lent: Image,
+    /// Of a medium that fails.
+    pub faults: Option<Faults>,
+    pub watch: Option<Watch>,
+    /// The state of a device that can be killed.
+    pub state: Option<HostSlice>,
+    /// How often it was.
+    pub kills: u32,
+    /// It is killed again after so many points.
+    pub kill_every: Option<u64>,
 }
 
 pub const ENGINES: [EngineChoice; 2] = [EngineChoice::IoUring, EngineChoice::Threads];
@@ -151,8 +169,13 @@ impl Driver {
         let mut config = Config::new(&image);
         config.queues = 4;
         configure(&mut config);
+        let lent = config.open_image().unwrap();
+        let image_of_device = Image {
+            file: lent.file.try_clone().unwrap(),
+            ..lent
+        };
         Self {
-            device: VirtioBlk::open("disk0", &config).unwrap(),
+            device: VirtioBlk::with_image("disk0", &config, image_of_device).unwrap(),
             memory: Memory::new(),
             irq: Irq::default(),
             queues: Vec::new(),
@@ -161,6 +184,13 @@ impl Driver {
             kicks: 0,
             image,
             _directory: directory,
+            config,
+            lent,
+            faults: None,
+            watch: None,
+            state: None,
+            kills: 0,
+            kill_every: None,
         }
     }
 
@@ -234,12 +264,23 @@ impl Driver {
         self.queues.push(queue);
     }
 
-    pub fn with<R>(&mut self, act: impl FnOnce(&mut VirtioBlk, &mut Bus<'_>) -> R) -> R {
-        let mut bus = Bus {
-            dma: &mut self.memory,
-            irq: &mut self.irq,
-        };
-        act(&mut self.device, &mut bus)
+    /// Again after a kill, as a backend sends what a worker has not served.
+    pub fn with<R>(&mut self, mut act: impl FnMut(&mut VirtioBlk, &mut Bus<'_>) -> R) -> R {
+        loop {
+            let mut bus = Bus {
+                dma: &mut self.memory,
+                irq: &mut self.irq,
+            };
+            if self.state.is_none() {
+                return act(&mut self.device, &mut bus);
+            }
+            let device = &mut self.device;
+            match catch_unwind(AssertUnwindSafe(|| act(device, &mut bus))) {
+                Ok(result) => return result,
+                Err(killed) if killed.is::<Killed>() => self.restart(),
+                Err(panic) => resume_unwind(panic),
+            }
+        }
     }
 
     pub fn read(&mut self, at: u64, len: usize) -> u64 {
@@ -329,6 +370,11 @@ impl Driver {
         REQUESTS + (queue as u64 * 256 + u64::from(head)) * 0x2000
     }
 
+    /// Free descriptors of a queue: the last ones are used first.
+    pub fn free(&self, queue: usize) -> &[u16] {
+        &self.queues[queue].free
+    }
+
     /// Makes a chain available, and notifies if the device asked for it.
     pub fn offer(&mut self, queue: usize, head: u16) {
         let Queue {
@@ -377,30 +423,35 @@ impl Driver {
         head
     }
 
+    /// Number `seen` of the requests that were returned: its head, and the bytes written.
+    pub fn look(&self, queue: &Queue, seen: u16) -> Option<(u16, u32)> {
+        let used = queue.used;
+        let index = u16::from_le_bytes(self.memory.get(used + 2, 2).try_into().unwrap());
+        if index == seen {
+            return None;
+        }
+        let at = used + 4 + u64::from(seen % queue.size) * 8;
+        Some((self.memory.get_u32(at) as u16, self.memory.get_u32(at + 4)))
+    }
+
     /// The next request that was returned: its head, and the bytes written.
     pub fn take(&mut self, queue: usize) -> Option<(u16, u32)> {
         let Queue {
             size,
             available,
-            used,
             seen,
             ..
         } = self.queues[queue];
-        let index = u16::from_le_bytes(self.memory.get(used + 2, 2).try_into().unwrap());
-        if index == seen {
-            return None;
-        }
-        let at = used + 4 + u64::from(seen % size) * 8;
-        let (id, len) = (self.memory.get_u32(at), self.memory.get_u32(at + 4));
+        let (id, len) = self.look(&self.queues[queue], seen)?;
         let seen = seen.wrapping_add(1);
         self.queues[queue].seen = seen;
         // For the next interrupt.
         let event = available + 4 + u64::from(size) * 2;
         self.memory.put(event, &seen.to_le_bytes());
-        let chain = std::mem::take(&mut self.queues[queue].chains[id as usize]);
+        let chain = std::mem::take(&mut self.queues[queue].chains[usize::from(id)]);
         assert!(!chain.is_empty(), "request {id} is in flight");
         self.queues[queue].free.extend(chain);
-        Some((id as u16, len))
+        Some((id, len))
     }
 
     /// The next request that is returned.

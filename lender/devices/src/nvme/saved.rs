@@ -1,10 +1,12 @@
-//! The snapshot: the part of a controller's state that registers other than doorbells, and admin commands change.
-//!
-//! Its encoding is that of [postcard](https://postcard.jamesmunns.com/wire-format): fields in this order, numbers of
-//! variable length. A change of it is a new version ([`FORMAT`](super::FORMAT)): new fields are appended to [`Saved`], where
-//! zero means that they are absent, and the structures in it stay as they are.
+//! The snapshot: the part of a controller's state that registers other than doorbells, and admin commands change. See
+//! [`Snapshot`] before changing it.
 
 use serde::{Deserialize, Serialize};
+
+use crate::state::{Kind, Snapshot};
+
+/// The controller's state.
+pub const STATE_KIND: Kind = Kind::new(*b"FARSNVME", "an NVMe controller");
 
 /// Since version 1.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,6 +32,18 @@ pub struct Saved {
     pub answered: Option<Answered>,
     /// A flush has failed, which the kernel reports once.
     pub flush_failed: bool,
+}
+
+impl Snapshot for Saved {
+    const KIND: Kind = STATE_KIND;
+
+    fn session(&mut self) -> &mut u32 {
+        &mut self.session
+    }
+
+    fn answered(&self) -> Option<u64> {
+        self.answered.map(|it| it.sequence)
+    }
 }
 
 /// Features that are not at their defaults.

@@ -1,20 +1,21 @@
 //! The format of the state, as each version has it.
 
-use std::path::PathBuf;
+use std::{fmt::Debug, path::PathBuf};
 
 use farside_fabric::memory::SharedMemory;
 use farside_hand_over::{
-    FARSIDE,
+    FARSIDE, decode, read_writer,
     samples::{self, Example},
 };
 
-use super::{
-    saved::{Answered, SavedBuffer, SavedCq, SavedFeatures, SavedShadow, SavedSq},
-    *,
+use super::{read::Copied, *};
+use crate::{
+    nvme::saved::{Answered, Saved, SavedBuffer, SavedCq, SavedFeatures, SavedShadow, SavedSq},
+    virtio::saved::{Saved as VirtioSaved, SavedQueue},
 };
 
-fn sample(version: u32) -> PathBuf {
-    let name = format!("tests/samples/state-{version}.txt");
+fn sample(kind: &str, version: u32) -> PathBuf {
+    let name = format!("tests/samples/{kind}-{version}.txt");
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
@@ -75,6 +76,33 @@ fn saved() -> Saved {
     }
 }
 
+/// The same of a virtio-blk device.
+fn virtio_saved() -> VirtioSaved {
+    let queue = |index| SavedQueue {
+        index,
+        size: 64,
+        descriptors: 0x10_0000 + u64::from(index),
+        available: 0x20_0000,
+        used: 0x30_0000,
+        vector: index + 1,
+        enabled: true,
+    };
+    VirtioSaved {
+        session: 3,
+        accepted: 1 << 32 | 1 << 9,
+        device_feature_select: 1,
+        driver_feature_select: 2,
+        config_vector: 7,
+        status: 0x4f,
+        resetting: true,
+        queue_select: 5,
+        queues: vec![queue(0), queue(9)],
+        msix_table: (0..32).collect(),
+        writeback: 1,
+        flush_failed: true,
+    }
+}
+
 fn words(queue: u64) -> Words {
     Words {
         fetched: 1000 + queue,
@@ -89,9 +117,14 @@ const QUEUES_IN_USE: [u16; 3] = [0, 1, 255];
 
 /// What a controller with two commands in flight leaves.
 fn example() -> Vec<u8> {
+    left(Saved::default(), saved())
+}
+
+/// What a model leaves, whose snapshot was `before`.
+fn left<S: Snapshot>(before: S, saved: S) -> Vec<u8> {
     let memory = SharedMemory::anonymous(SIZE).unwrap();
     let memory = memory.slice(0, SIZE).unwrap();
-    let mut state = State::start(memory.clone()).unwrap();
+    let mut state = State::<S>::start(memory.clone()).unwrap();
     state.session = 3;
     for queue in QUEUES_IN_USE {
         let words = words(queue.into());
@@ -102,11 +135,11 @@ fn example() -> Vec<u8> {
     }
     state.mask(MASK);
     // The one that is current is the other copy.
-    state.save(Saved::default());
-    state.save(saved());
-    let first = state.record(0, 1000, &[0xa5; SQE_SIZE]).unwrap();
-    state.record(255, 1255, &[0x5a; SQE_SIZE]).unwrap();
-    let done = state.record(1, 1001, &[0xff; SQE_SIZE]).unwrap();
+    state.save(before);
+    state.save(saved);
+    let first = state.record(0, 1000, &[0xa5; COMMAND_SIZE]).unwrap();
+    state.record(255, 1255, &[0x5a; COMMAND_SIZE]).unwrap();
+    let done = state.record(1, 1001, &[0xff; COMMAND_SIZE]).unwrap();
     state.completing(first, 900);
     state.release(done);
     let mut bytes = vec![0; SIZE];
@@ -134,9 +167,13 @@ fn examples(bytes: &[u8]) -> Vec<Example> {
 }
 
 fn is_read(bytes: &[u8]) {
-    let copied = Copied::check(bytes).unwrap().unwrap();
-    let restored = copied.restore().unwrap();
-    assert_eq!(restored.saved, saved());
+    reads(bytes, &saved());
+}
+
+fn reads<S: Snapshot + PartialEq + Debug>(bytes: &[u8], saved: &S) {
+    let copied = Copied::check::<S>(bytes).unwrap().unwrap();
+    let restored = copied.restore::<S>().unwrap();
+    assert_eq!(restored.saved, *saved);
     assert_eq!(restored.mask, MASK);
     for (queue, found) in (0u16..).zip(&restored.words) {
         let expected = match QUEUES_IN_USE.contains(&queue) {
@@ -145,12 +182,12 @@ fn is_read(bytes: &[u8]) {
         };
         assert_eq!(*found, expected, "queue {queue}");
     }
-    let in_flight = |index, sequence, sq, number, completion, byte| InFlight {
+    let in_flight = |index, sequence, queue, number, completion, byte| InFlight {
         entry: Entry { index, sequence },
-        sq,
+        queue,
         number,
         completion,
-        command: [byte; SQE_SIZE],
+        command: [byte; COMMAND_SIZE],
     };
     assert_eq!(
         restored.in_flight,
@@ -164,15 +201,20 @@ fn is_read(bytes: &[u8]) {
 #[test]
 fn the_format_of_the_state_has_not_changed_without_its_version() {
     let version = FORMAT.version();
-    samples::is_unchanged(&sample(version), &examples(&example()));
+    samples::is_unchanged(&sample("state", version), &examples(&example()));
+    let virtio = left(VirtioSaved::default(), virtio_saved());
+    samples::is_unchanged(&sample("virtio-blk", version), &examples(&virtio));
+    // No version before this one has it.
+    let sample = samples::read(&sample("virtio-blk", version));
+    reads(&samples::whole(&sample[1..], SIZE), &virtio_saved());
     assert_eq!(version, 2, "replace `version_1` by the format before");
 }
 
 #[test]
 fn states_of_this_version_and_of_the_one_before_are_read() {
-    samples::write_new(&sample(1), || examples(&version_1(example())));
+    samples::write_new(&sample("state", 1), || examples(&version_1(example())));
     for version in FORMAT.oldest()..=FORMAT.version() {
-        let sample = samples::read(&sample(version));
+        let sample = samples::read(&sample("state", version));
         let bytes = samples::whole(&sample[1..], SIZE);
         assert_eq!(self::version(&bytes), Ok(Some(version)));
         is_read(&bytes);
@@ -185,7 +227,7 @@ fn a_state_of_the_version_before_is_of_this_one_when_a_process_goes_on_with_it()
     let memory = SharedMemory::anonymous(SIZE).unwrap();
     let memory = memory.slice(0, SIZE).unwrap();
     memory.write(&version_1(example()));
-    let (mut state, _) = State::resume(memory.clone()).unwrap().unwrap();
+    let (mut state, _) = State::<Saved>::resume(memory.clone()).unwrap().unwrap();
     state.save(saved());
     let mut bytes = vec![0; SIZE];
     memory.read(&mut bytes);
@@ -217,7 +259,7 @@ fn other_versions_are_refused_by_their_first_bytes() {
         bytes[AT_WRITER..HEADER].fill(0);
         bytes[AT_WRITER..AT_WRITER + farside.len()].copy_from_slice(farside);
         let error = check_version(&bytes[..HEADER]).unwrap_err();
-        assert_eq!(Copied::check(&bytes).err(), Some(error.clone()));
+        assert_eq!(Copied::check::<Saved>(&bytes).err(), Some(error.clone()));
         error.to_string()
     };
     let reads = format!("this farside ({FARSIDE}) reads versions 1 and 2");
@@ -227,5 +269,8 @@ fn other_versions_are_refused_by_their_first_bytes() {
     let text = refused(0, b"");
     assert!(text.contains("version 0, and"), "{text}");
     assert_eq!(check_version(&[0; HEADER]), Ok(()));
-    assert_eq!(check_version(&[1; HEADER]), Err(StateError::Foreign));
+    assert_eq!(
+        check_version(&[1; HEADER]),
+        Err(StateError::Foreign("a model"))
+    );
 }

@@ -1,0 +1,247 @@
+//! A scripted VM whose disk is a model.
+
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use farside_scripted_vmm::{
+    device::Device,
+    machine::Machine,
+    nvme::{Controller, DRIVER_RAM, Doorbells, Polled},
+    pci,
+    ram::{Layout, PAGE, Ram},
+    vectors::Vectors,
+    virtio,
+};
+use farside_tests::{Cluster, Daemon, MIB};
+
+use super::{BATCH, PAGES, Random, TIMEOUT};
+
+/// A model, and how the VM drives it.
+#[derive(Clone, Copy, Debug)]
+pub enum Disk {
+    Nvme(Doorbells),
+    VirtioBlk { event_idx: bool },
+}
+
+impl Disk {
+    pub fn lend(self, cluster: &Cluster, image: &Path) -> Daemon {
+        let disk = format!("disk0={}", image.display());
+        let model = match self {
+            Self::Nvme(_) => "--nvme",
+            Self::VirtioBlk { .. } => "--virtio-blk",
+        };
+        cluster.lend(&[model, &disk]).unwrap()
+    }
+}
+
+enum Driver {
+    /// The controller, and its queue.
+    Nvme(Box<(Controller, Polled)>),
+    VirtioBlk(virtio::Disk),
+}
+
+/// What is done to a page, with data at this address.
+#[derive(Clone, Copy)]
+pub enum Op {
+    Read(u64, u64),
+    Write(u64, u64),
+    Zero(u64),
+    Flush,
+}
+
+const SECTORS: u64 = PAGE / 512;
+
+impl Op {
+    /// Its NVMe command, of blocks of 512 bytes.
+    fn command(&self) -> [u8; 64] {
+        let (opcode, page, address) = match *self {
+            Self::Flush => (0, 0, 0),
+            Self::Write(page, address) => (1, page, address),
+            Self::Read(page, address) => (2, page, address),
+            Self::Zero(page) => (8, page, 0),
+        };
+        let mut entry = [0; 64];
+        entry[0] = opcode;
+        entry[4] = 1;
+        entry[24..32].copy_from_slice(&u64::to_le_bytes(address));
+        entry[40..48].copy_from_slice(&(page * SECTORS).to_le_bytes());
+        entry[48] = SECTORS as u8 - 1;
+        entry
+    }
+
+    fn request(&self) -> virtio::Request {
+        let bytes = PAGE as u32;
+        match *self {
+            Self::Flush => virtio::Request::Flush,
+            Self::Write(page, address) => virtio::Request::Write {
+                sector: page * SECTORS,
+                address,
+                bytes,
+            },
+            Self::Read(page, address) => virtio::Request::Read {
+                sector: page * SECTORS,
+                address,
+                bytes,
+            },
+            Self::Zero(page) => virtio::Request::Zero {
+                sector: page * SECTORS,
+                sectors: SECTORS as u32,
+            },
+        }
+    }
+}
+
+/// A VM and its disk.
+pub struct Vm {
+    machine: Machine,
+    driver: Driver,
+    /// The number in each page, which fills it.
+    expected: Vec<u64>,
+    written: u64,
+    /// When batches began and ended.
+    pub batches: Vec<(Instant, Instant)>,
+}
+
+fn buffer(n: u64) -> u64 {
+    DRIVER_RAM.end + n * PAGE
+}
+
+impl Vm {
+    pub fn new(cluster: &Cluster, disk: Disk) -> Self {
+        Self::at(cluster.directory(), disk)
+    }
+
+    /// The VM at the socket in this runtime directory.
+    pub fn at(directory: &Path, disk: Disk) -> Self {
+        let socket = directory.join("vm/a/disk0.sock");
+        let mut device = Device::connect(&socket, TIMEOUT).unwrap();
+        let ram = Ram::new(Layout::new(64 * MIB, None, false).unwrap()).unwrap();
+        for block in ram.layout().blocks() {
+            device.map(&ram, block).unwrap();
+        }
+        device.reset().unwrap();
+        pci::place_bars(&mut device).unwrap();
+        pci::set_command(&mut device, pci::MEMORY | pci::BUS_MASTER).unwrap();
+        let vectors = Vectors::new(device.vectors()).unwrap();
+        let mut machine = Machine {
+            ram,
+            device,
+            vectors,
+            timeout: TIMEOUT,
+            early_interrupts: 0,
+        };
+        machine.device.enable_vectors(&machine.vectors).unwrap();
+        pci::enable_msix(&mut machine.device, true).unwrap();
+        let driver = match disk {
+            Disk::Nvme(doorbells) => {
+                let mut controller = Controller::bring_up(&mut machine, 1, 1).unwrap();
+                let queue = controller.polled(&mut machine, doorbells).unwrap();
+                Driver::Nvme(Box::new((controller, queue)))
+            }
+            Disk::VirtioBlk { event_idx } => {
+                Driver::VirtioBlk(virtio::Disk::bring_up(&mut machine, event_idx).unwrap())
+            }
+        };
+        Self {
+            machine,
+            driver,
+            expected: vec![0; PAGES as usize],
+            written: 0,
+            batches: Vec::new(),
+        }
+    }
+
+    pub fn run(&mut self, ops: &[Op]) {
+        let machine = &mut self.machine;
+        let (began, succeeded);
+        match &mut self.driver {
+            Driver::Nvme(driver) => {
+                let entries: Vec<_> = ops.iter().map(Op::command).collect();
+                began = Instant::now();
+                succeeded = driver.1.run_raw(machine, &entries);
+            }
+            Driver::VirtioBlk(disk) => {
+                let requests: Vec<_> = ops.iter().map(Op::request).collect();
+                began = Instant::now();
+                succeeded = disk.run(machine, &requests);
+            }
+        }
+        self.batches.push((began, Instant::now()));
+        assert_eq!(succeeded.unwrap(), ops.len(), "no command may fail");
+    }
+
+    /// Changes some pages, and reads some.
+    pub fn round(&mut self, random: &mut Random) {
+        let first = random.below(PAGES);
+        let mut ops = Vec::new();
+        for n in 0..BATCH {
+            // Each page once: two writes of a page in flight have no order.
+            let page = (first + n * 37) % PAGES;
+            self.written += 1;
+            match random.below(8) {
+                0 => {
+                    self.expected[page as usize] = 0;
+                    ops.push(Op::Zero(page));
+                }
+                1 => ops.push(Op::Flush),
+                _ => {
+                    self.expected[page as usize] = self.written;
+                    let data = self.written.to_le_bytes().repeat(PAGE as usize / 8);
+                    self.machine.ram.write(buffer(n), &data).unwrap();
+                    ops.push(Op::Write(page, buffer(n)));
+                }
+            }
+        }
+        self.run(&ops);
+        self.read((0..BATCH).map(|n| (first + n * 37) % PAGES).collect());
+    }
+
+    pub fn read(&mut self, pages: Vec<u64>) {
+        let reads = (0..).zip(&pages);
+        let ops: Vec<_> = reads
+            .map(|(n, page)| {
+                self.machine.ram.write(buffer(n), &[0xa5; 512]).unwrap();
+                Op::Read(*page, buffer(n))
+            })
+            .collect();
+        self.run(&ops);
+        for (n, page) in (0..).zip(pages) {
+            let mut data = vec![0; PAGE as usize];
+            self.machine.ram.read(buffer(n), &mut data).unwrap();
+            let expected = self.expected[page as usize].to_le_bytes();
+            let is_right = data.chunks(8).all(|part| part == expected);
+            assert!(
+                is_right,
+                "page {page} has {:?}, and not {expected:?}",
+                &data[..8]
+            );
+        }
+    }
+
+    /// Everything, at the end.
+    pub fn check(&mut self) {
+        for first in (0..PAGES).step_by(32) {
+            self.read((first..first + 32).collect());
+        }
+    }
+
+    /// The longest batch in each of these spans of time.
+    pub fn longest(&self, spans: &[(Instant, Instant)]) -> Vec<Duration> {
+        let of = |(from, to): &(Instant, Instant)| {
+            let within = self.batches.iter().filter(|it| it.1 > *from && it.0 < *to);
+            within.map(|(began, end)| *end - *began).max()
+        };
+        spans.iter().filter_map(of).collect()
+    }
+
+    /// How long the commands in flight at each kill took from then on.
+    pub fn pauses(&self, kills: &[Instant]) -> Vec<Duration> {
+        let of = |kill: &Instant| {
+            let batch = self.batches.iter().find(|(_, end)| end > kill)?;
+            Some(batch.1 - *kill)
+        };
+        kills.iter().filter_map(of).collect()
+    }
+}
