@@ -13,6 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{
     Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal, set_parent_process_death_signal,
 };
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// A child process, or one started elsewhere; killed on drop.
 #[derive(Debug)]
@@ -185,9 +186,10 @@ pub fn die_with_us(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-type Order = (Command, Sender<std::io::Result<Child>>);
+type Order = (Command, CpuSet, Sender<std::io::Result<Child>>);
 
-/// Starts a command on a thread that lasts as long as the process: see [`die_with_us`].
+/// Starts a command on a thread that lasts as long as the process: see [`die_with_us`]. It inherits
+/// the caller's CPU affinity all the same.
 fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
     static SPAWNER: OnceLock<Mutex<Sender<Order>>> = OnceLock::new();
     die_with_us(&mut command);
@@ -196,19 +198,23 @@ fn spawn_from_lasting_thread(mut command: Command) -> Result<Child> {
         std::thread::Builder::new()
             .name("spawner".to_owned())
             .spawn(move || {
-                for (mut command, result) in orders {
+                for (mut command, cpus, result) in orders {
+                    let child = sched_setaffinity(None, &cpus)
+                        .map_err(std::io::Error::from)
+                        .and_then(|()| command.spawn());
                     // The caller waits for the result.
-                    let _ = result.send(command.spawn());
+                    let _ = result.send(child);
                 }
             })
             .expect("a process can have one more thread");
         Mutex::new(sender)
     });
+    let cpus = sched_getaffinity(None).context("reading this thread's CPU affinity")?;
     let (sender, result) = channel();
     spawner
         .lock()
         .unwrap_or_else(PoisonError::into_inner)
-        .send((command, sender))
+        .send((command, cpus, sender))
         .ok()
         .context("the thread that starts processes is gone")?;
     Ok(result
@@ -226,6 +232,21 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", script]).stdin(Stdio::null());
         Process::spawn(command).unwrap()
+    }
+
+    #[test]
+    fn a_child_inherits_the_affinity_of_the_thread_that_asked_for_it() {
+        let all = sched_getaffinity(None).unwrap();
+        let last = (0..CpuSet::MAX_CPU).rfind(|&cpu| all.is_set(cpu)).unwrap();
+        let mut one = CpuSet::new();
+        one.set(last);
+        let of = |process: &Process| sched_getaffinity(Pid::from_raw(process.id() as i32)).unwrap();
+        let pinned = std::thread::spawn(move || {
+            sched_setaffinity(None, &one).unwrap();
+            spawn("sleep 60")
+        });
+        assert_eq!(of(&pinned.join().unwrap()), one);
+        assert_eq!(of(&spawn("sleep 60")), all);
     }
 
     #[test]
