@@ -56,7 +56,7 @@ pub use read::{check_version, version};
 #[derive(Debug)]
 pub struct Kind {
     magic: u64,
-    /// As in "the state is not that of …".
+    /// As in "the state is that of …".
     name: &'static str,
 }
 
@@ -192,7 +192,7 @@ pub(crate) struct Words {
     pub head: u64,
 }
 
-/// What the memory held, copied once.
+/// The content of the memory, copied once.
 #[derive(Debug)]
 pub(crate) struct Restored<S> {
     pub saved: S,
@@ -208,9 +208,17 @@ pub enum StateError {
     /// Too few bytes.
     #[error("the state has {0} bytes, and not {SIZE}")]
     Size(usize),
-    /// Of something else.
-    #[error("the state is not that of {0}")]
-    Foreign(&'static str),
+    /// Of another kind of device.
+    #[error("the state is that of {of}, and not of {expected}")]
+    Foreign {
+        /// Its device.
+        of: &'static str,
+        /// The device that was to go on with it.
+        expected: &'static str,
+    },
+    /// Of no device.
+    #[error("the state is that of no device: it begins with {0:#018x}")]
+    Unknown(u64),
     /// Of a version that is not read.
     #[error(transparent)]
     Version(#[from] Unreadable),
@@ -408,8 +416,8 @@ impl<S> State<S> {
     }
 
     /// Judges a command that was in flight, of a queue of which `fetched` commands were counted and `posted` completions.
-    /// Counts it, and frees the place of one that is done. Returns whether it is not.
-    pub fn is_left(
+    /// Counts it, and frees the place of one that is done. Returns whether it must be executed again.
+    pub fn must_replay(
         &mut self,
         it: &InFlight,
         fetched: &mut u64,

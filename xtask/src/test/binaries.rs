@@ -109,6 +109,16 @@ pub(super) const LONG: [(&str, &str, &str); 21] = [
     ),
     (
         "outlive",
+        "backend::a_backend_that_is_killed_under_load_costs_a_pause",
+        "kills 50 backends",
+    ),
+    (
+        "outlive",
+        "backend::a_backend_that_is_killed_under_load_with_a_doorbell_buffer_costs_a_pause",
+        "kills 50 backends",
+    ),
+    (
+        "outlive",
         "backend::a_backend_and_its_worker_that_are_killed_at_once_cost_a_pause",
         "kills 50 backends with their workers",
     ),

@@ -227,14 +227,17 @@ impl Engine for Faulty {
                 continue;
             }
             let it = self.started.swap_remove(at);
+            let is_flush = matches!(it.op, RawOp::Sync);
             let result = match self.random.one_in(self.faults.again) {
                 true => -libc::EAGAIN,
+                // The kernel reports a failure once, to whichever process asks.
+                false if is_flush && self.watch.takes_flush_failure() => -libc::EIO,
                 false => {
                     let cut = self.random.one_in(self.faults.short);
                     self.perform(it.tag, &it.op, cut)
                 }
             };
-            if matches!(it.op, RawOp::Sync) && result == 0 {
+            if is_flush && result == 0 {
                 self.watch.flushed(it.tag);
             }
             done.push((it.tag, result));

@@ -1,4 +1,4 @@
-//! What the memory held, copied once.
+//! The content of the memory, copied once.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ pub fn version(header: &[u8]) -> Result<Option<u32>, StateError> {
     match header.u64(AT_MAGIC) {
         0 => Ok(None),
         magic if KINDS.iter().any(|kind| kind.magic == magic) => Ok(Some(header.u32(AT_VERSION))),
-        _ => Err(StateError::Foreign("a model")),
+        magic => Err(StateError::Unknown(magic)),
     }
 }
 
@@ -45,7 +45,16 @@ impl<'a> Copied<'a> {
         match copied.u64(AT_MAGIC) {
             0 => return Ok(None),
             magic if magic == S::KIND.magic => check_version(bytes)?,
-            _ => return Err(StateError::Foreign(S::KIND.name)),
+            magic => {
+                let kind = KINDS.iter().find(|kind| kind.magic == magic);
+                return Err(match kind {
+                    Some(kind) => StateError::Foreign {
+                        of: kind.name,
+                        expected: S::KIND.name,
+                    },
+                    None => StateError::Unknown(magic),
+                });
+            }
         }
         copied.current = copied.u32(AT_CURRENT);
         match copied.current {

@@ -102,7 +102,7 @@ pub(super) struct QueueMemory<'a> {
     kept: &'a [KeptRange],
     /// Memory that stands for what the guest has at this address.
     instead: Option<(u64, VolatileSlice<'a>)>,
-    /// What else was translated, which the slices that are handed out borrow.
+    /// Other translations, which the slices that are handed out borrow.
     found: OnceCell<Box<Found>>,
     fault: Cell<Option<Fault>>,
 }

@@ -87,7 +87,7 @@ pub(super) struct Kind {
     pub(super) config_len: u32,
 }
 
-/// What a register write leaves to the device type.
+/// The part of a register write that is left to the device type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Written {
     Nothing,
@@ -149,7 +149,7 @@ pub(super) struct Transport {
     /// the borrower.
     msix_table: Box<[u8]>,
     guest_errors_logged: u32,
-    /// What outlives this process.
+    /// The state that outlives this process.
     pub(super) state: State<Saved>,
     /// Something of the snapshot has changed since it was saved.
     pub(super) changed: bool,

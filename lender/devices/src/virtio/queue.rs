@@ -16,7 +16,7 @@ use crate::Dma;
 /// Most entries of a queue.
 pub(super) const MAX_SIZE: u16 = 256;
 
-/// What a driver has configured of a queue (4.1.4.3).
+/// The configuration of a queue, by its driver (4.1.4.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct QueueSetup {
     /// Entries.
@@ -52,7 +52,7 @@ pub(super) struct Segment {
 pub(super) enum QueueError {
     /// DMA to its rings or to an indirect table was refused.
     Fault(Fault),
-    /// What the driver has put there is invalid.
+    /// The driver has put something invalid there.
     Ring(virtio_queue::Error),
     /// A descriptor chain loops, leaves its table, or is longer than this.
     Chain(usize),
@@ -84,7 +84,7 @@ pub(super) struct VirtQueue {
     /// Requests given back in all.
     given_back: u64,
     /// An interrupt may have been lost with the process before this one.
-    is_overdue: bool,
+    interrupt_is_due: bool,
 }
 
 impl VirtQueue {
@@ -116,16 +116,16 @@ impl VirtQueue {
             quiet: false,
             taken: 0,
             given_back: 0,
-            is_overdue: false,
+            interrupt_is_due: false,
         })
     }
 
     /// Goes on with the queue of a process before this one, which has taken and given back so many requests.
-    pub(super) fn go_on(&mut self, taken: u64, given_back: u64) {
+    pub(super) fn resume_at(&mut self, taken: u64, given_back: u64) {
         self.queue.set_next_avail(taken as u16);
         self.queue.set_next_used(given_back as u16);
         (self.taken, self.given_back) = (taken, given_back);
-        self.is_overdue = true;
+        self.interrupt_is_due = true;
     }
 
     /// Entries.
@@ -289,7 +289,7 @@ impl VirtQueue {
                 .map_err(virtio_queue::Error::GuestMemory)?;
             Ok(u32::from(u16::from_le(flags)) & VRING_AVAIL_F_NO_INTERRUPT == 0)
         })?;
-        Ok(std::mem::take(&mut self.is_overdue) || wanted)
+        Ok(std::mem::take(&mut self.interrupt_is_due) || wanted)
     }
 
     /// Has the driver notify of new requests. Returns whether there are any.

@@ -151,9 +151,11 @@ impl Queues {
             let Some(cq) = self.cqs[usize::from(sq.cq)].as_mut() else {
                 return Err(invalid("a submission queue's completion queue"));
             };
-            let is_left = self.state.is_left(&command, &mut sq.fetched, cq.posted)?;
+            let must_replay = self
+                .state
+                .must_replay(&command, &mut sq.fetched, cq.posted)?;
             sq.head = (sq.fetched % u64::from(sq.entries)) as u16;
-            if !is_left {
+            if !must_replay {
                 continue;
             }
             if !is_open(&command) {

@@ -90,6 +90,8 @@ struct Watched {
     quiet: Option<&'static str>,
     /// Commands that were executed again.
     replayed: u64,
+    /// The next flush fails.
+    flush_fails: bool,
     /// The last events, for a test that fails.
     story: VecDeque<String>,
 }
@@ -122,6 +124,15 @@ impl Watch {
         let it = self.lock();
         let events: Vec<_> = it.story.iter().map(String::as_str).collect();
         events.join("\n")
+    }
+
+    /// Has the medium fail the next flush, of whichever process.
+    pub fn fail_flush(&self) {
+        self.lock().flush_fails = true;
+    }
+
+    pub fn takes_flush_failure(&self) -> bool {
+        std::mem::take(&mut self.lock().flush_fails)
     }
 
     pub fn replayed(&self) -> u64 {

@@ -34,7 +34,7 @@ enum Failure {
     Unsupported,
 }
 
-/// What became of a step.
+/// The result of a step.
 enum Progress {
     InFlight,
     /// With the bytes of data that were written.

@@ -25,7 +25,7 @@ pub(super) const CONFIG_LEN: usize = 60;
 /// Offset of the cache mode.
 pub(super) const WRITEBACK: usize = 32;
 
-/// What images are made of.
+/// Bytes of a page: the unit in which the host stores an image.
 const PAGE: u32 = 4096;
 
 /// Features beside the transport's.

@@ -163,11 +163,9 @@ impl VirtioBlk {
         self.durability() == crate::block::Durability::Durable
     }
 
-    /// As if a flush had failed.
     #[cfg(test)]
-    pub(in crate::virtio) fn fail_flush(&mut self) {
-        self.flush_failed = true;
-        self.save();
+    pub(in crate::virtio) fn has_flush_failed(&self) -> bool {
+        self.flush_failed
     }
 
     fn written(&mut self, written: Written, bus: &mut Bus<'_>) {

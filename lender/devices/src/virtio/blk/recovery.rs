@@ -1,9 +1,10 @@
-//! Going on with what a process before this one has left: see [`crate::state`].
+//! Resuming from the state of a process before this one: see [`crate::state`].
 //!
 //! Registers and queues are restored at once; the requests in flight when the device can reach guest memory again,
-//! before anything is taken from a queue. A request that the guest may have got back is done. The others are executed
-//! (again), in the order in which they were taken: the guest has started nothing after their return. But for a flush
-//! after one that has failed, as the kernel reports that once.
+//! before anything is taken from a queue. A request that was returned to the guest is done. The others are executed
+//! (again), in the order in which they were taken: no request that the guest has sent depends on their return. A
+//! flush is not executed again if one has failed, since the kernel reports that once: it fails. The flush at the end of
+//! a durable write-zeroes request is: what it covers was zeroed again before it.
 
 use farside_fabric::memory::HostSlice;
 
@@ -28,7 +29,7 @@ impl VirtioBlk {
         done.map(|()| true)
     }
 
-    /// Saves what has changed, but for the requests in flight.
+    /// Saves changes of registers and queues. Requests in flight are recorded one by one.
     pub(super) fn save_changes(&mut self) {
         if self.transport.changed {
             self.save();
@@ -85,6 +86,7 @@ impl VirtioBlk {
         }
         self.recovering = true;
         for it in &requests {
+            // A device that needs a reset executes no requests, and returns none: the driver frees them with the reset.
             if !self.transport.needs_reset() {
                 self.take_request(it.queue, Some(it), bus);
             }

@@ -43,7 +43,7 @@ pub(super) struct Slot {
     pub(super) next: (usize, u32),
     /// The same when the part in flight has been moved.
     pub(super) after: (usize, u32),
-    /// What is left to be moved.
+    /// The part of the disk that is left to be moved.
     pub(super) rest: Extent,
     /// Bytes of the part that is in flight.
     pub(super) moving: u64,

@@ -38,6 +38,13 @@ impl Transport {
         }
     }
 
+    /// A queue that cannot be reached is an error of the driver from now on, until it was.
+    fn demand(&mut self, index: u16) {
+        if let Some(state) = self.queues.get_mut(usize::from(index)) {
+            state.is_demanded = true;
+        }
+    }
+
     /// Takes the next request of queue `index` and records it, or takes one that was in flight `again`: see
     /// [`VirtQueue::take`].
     pub(in crate::virtio) fn take(
@@ -50,6 +57,7 @@ impl Transport {
     ) -> Option<(u16, Entry)> {
         if let Some(it) = again {
             let head = saved::head(it);
+            self.demand(index);
             self.with_queue(index, bus, |queue, dma| {
                 queue.take_again(dma, head, segments, most)
             })?;
@@ -69,7 +77,7 @@ impl Transport {
         Some((head, entry))
     }
 
-    /// Returns a request with `len` bytes written; [`Transport::interrupt_driver`] tells the driver.
+    /// Returns a request with `len` bytes written; [`Transport::interrupt_driver`] interrupts the driver.
     pub(in crate::virtio) fn give_back(
         &mut self,
         index: u16,
@@ -77,16 +85,12 @@ impl Transport {
         len: u32,
         bus: &mut Bus<'_>,
     ) {
-        let Some(QueueState {
-            queue: Some(queue),
-            is_demanded,
-            ..
-        }) = self.queues.get_mut(usize::from(index))
-        else {
+        // The driver has put the request there.
+        self.demand(index);
+        let state = self.queues.get(usize::from(index));
+        let Some(queue) = state.and_then(|state| state.queue.as_ref()) else {
             return;
         };
-        // The driver has put the request there.
-        *is_demanded = true;
         self.state.completing(entry, queue.given_back());
         let given_back = self.with_queue(index, bus, |queue, dma| {
             queue.give_back(dma, head, len)?;
@@ -106,6 +110,7 @@ impl Transport {
         if given_back.is_none() || it.completion != given_back {
             return false;
         }
+        self.demand(it.queue);
         let found = self.with_queue(it.queue, bus, |queue, dma| {
             let has = queue.has_given_back(dma)?;
             Ok(has.then_some(queue.given_back()))
@@ -116,11 +121,13 @@ impl Transport {
                 self.state.release(it.entry);
                 true
             }
-            // Else it would count as done once another request is given back with this number.
-            _ => {
+            Some(None) => {
+                // Otherwise it would count as done once another request is given back with this number.
                 self.state.not_completed(it.entry);
                 false
             }
+            // Nothing is known of it. The device needs a reset.
+            None => false,
         }
     }
 

@@ -100,11 +100,11 @@ impl Transport {
             if it.command[..8] != request || head(&it) >= size {
                 return Err(invalid("the first descriptor of a request"));
             }
-            let is_left = self.state.is_left(&it, &mut taken, given_back)?;
+            let must_replay = self.state.must_replay(&it, &mut taken, given_back)?;
             if let Some(queue) = &mut self.queues[usize::from(it.queue)].queue {
-                queue.go_on(taken, given_back);
+                queue.resume_at(taken, given_back);
             }
-            if is_left {
+            if must_replay {
                 left.push(it);
             }
         }
@@ -148,7 +148,7 @@ impl Transport {
                     return Err(invalid("a counter of a queue"));
                 }
                 queue.set_event_idx(event_idx);
-                queue.go_on(fetched, posted);
+                queue.resume_at(fetched, posted);
                 Some(queue)
             }
             false => None,
@@ -165,7 +165,9 @@ impl Transport {
         }
     }
 
-    /// Whether a process before this one was running, whose requests and interrupts can be taken up now.
+    /// Whether a process before this one was running, whose requests and interrupts can be taken up now. Their data is
+    /// not considered: its addresses are in descriptors, which the guest may have changed. A request whose data cannot
+    /// be reached fails, as any does.
     pub(in crate::virtio) fn can_go_on(&self, requests: &[InFlight], bus: &mut Bus<'_>) -> bool {
         self.status & DRIVER_OK != 0
             && !self.resetting

@@ -5,6 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_fabric::memory::HostSlice;
+
 use super::world::{
     Buffer, DATA, DEVICE, DISCARD, Driver, FLUSH, GET_ID, IOERR, ISR, OK, READ, TABLE, UNSUPP,
     WRITE, WRITE_ZEROES, pattern, readable, writable,
@@ -13,6 +15,9 @@ use super::{crash, failing::Faults, watch::Effect};
 use crate::{Device, state};
 
 const SECTOR: u64 = 512;
+
+/// The table of requests in flight in the state: the first request's entry.
+const REQUESTS_IN_FLIGHT: usize = state::SIZE - 1536 * 128;
 
 fn buffer(n: u64) -> u64 {
     DATA + n * 4096
@@ -32,21 +37,31 @@ fn off() -> Driver {
     driver
 }
 
+/// A medium without faults.
+const NO_FAULTS: Faults = Faults {
+    seed: 1,
+    lost: 0,
+    busy: 0,
+    hangs: 0,
+    again: 0,
+    short: 0,
+    delay: 0,
+};
+
 /// A device that was killed with `count` writes in flight, from sector 5 on, whose next process begins. Returns their
 /// heads, too.
 fn killed(count: u16) -> (Driver, Vec<u16>) {
+    killed_with(count, |_| {})
+}
+
+/// As [`killed`], with a change of the state that the first process leaves.
+fn killed_with(count: u16, change: impl FnOnce(&HostSlice)) -> (Driver, Vec<u16>) {
     let mut driver = Driver::off(|_| {});
-    let none = Faults {
-        seed: 1,
-        lost: 0,
-        busy: 0,
-        hangs: 0,
-        again: 0,
-        short: 0,
-        delay: 0,
-    };
     // The first process ends before its medium does anything.
-    let watch = driver.set_faults(Faults { lost: 1, ..none });
+    let watch = driver.set_faults(Faults {
+        lost: 1,
+        ..NO_FAULTS
+    });
     driver.keep_state();
     driver.start();
     let mut heads = Vec::new();
@@ -64,8 +79,10 @@ fn killed(count: u16) -> (Driver, Vec<u16>) {
     for _ in 0..3 {
         driver.poll();
     }
-    driver.faults = Some(none);
-    restart(&mut driver);
+    driver.faults = Some(NO_FAULTS);
+    driver.device.detach_state();
+    change(driver.state.as_ref().unwrap());
+    driver.restart();
     (driver, heads)
 }
 
@@ -295,37 +312,76 @@ fn requests_in_flight_wait_for_their_queue() {
     assert_eq!(driver.memory.faults, []);
 }
 
-/// Only one number is that of a request that was returned.
+/// A device that was killed while it returned its only request, a write. The used ring has the request, and this index.
+fn killed_while_returning(index: u16) -> (Driver, u16) {
+    let (driver, heads) = killed_with(1, |state| {
+        // The request is being returned as the first one.
+        let completion = state.slice(REQUESTS_IN_FLIGHT + 24, 8).unwrap();
+        completion.write(&1u64.to_le_bytes());
+    });
+    let used = driver.queues[0].used;
+    driver.memory.put(used + 2, &index.to_le_bytes());
+    driver.memory.put(used + 4, &heads[0].to_le_bytes());
+    (driver, heads[0])
+}
+
+#[test]
+fn a_request_that_the_used_ring_has_is_not_executed_again() {
+    let (mut driver, head) = killed_while_returning(1);
+    assert_eq!(driver.wait(0).0, head);
+    for _ in 0..10 {
+        driver.poll();
+    }
+    assert_eq!(driver.take(0), None, "it is returned once");
+    let len = SECTOR as usize;
+    assert_eq!(driver.disk(5 * SECTOR, len), vec![0; len]);
+}
+
+/// Only one index is that of the request that was being returned.
 #[test]
 fn a_used_index_that_the_guest_has_written_hides_no_request() {
-    for index in [2u16, 7, 0xffff] {
-        let (mut driver, heads) = killed(1);
+    for index in [0, 2, 7, 0xffff] {
+        let (mut driver, head) = killed_while_returning(index);
         let used = driver.queues[0].used;
-        driver.memory.put(used + 2, &index.to_le_bytes());
         driver.until("return", |driver| {
             driver.memory.get(used + 2, 2) == 1u16.to_le_bytes()
         });
-        all_ok(&mut driver, 0, &heads);
+        all_ok(&mut driver, 0, &[head]);
+        let len = SECTOR as usize;
+        assert_eq!(driver.disk(5 * SECTOR, len), pattern(len, 5), "{index}");
     }
 }
 
-/// The kernel reports a failure once, so the flush would succeed.
+/// The kernel reports a failure once: executed again, the flush would succeed.
 #[test]
-fn a_flush_after_one_that_has_failed_is_not_done_again() {
-    let mut failed = 0;
-    for point in 0..24 {
-        let mut driver = ready();
-        driver.device.fail_flush();
-        let flush = driver.request(0, FLUSH, 0, &[]);
+fn a_flush_that_has_failed_is_not_executed_again() {
+    let mut failed_after_a_kill = 0;
+    for point in 0.. {
+        let mut driver = Driver::off(|_| {});
+        let watch = driver.set_faults(NO_FAULTS);
+        driver.keep_state();
+        driver.start();
+        watch.fail_flush();
+        let head = driver.free(0)[62];
+        watch.submitted((0, head), Effect::Flush);
         crash::after(Some(point));
+        let flush = driver.request(0, FLUSH, 0, &[]);
         let found = collect(&mut driver, 0, &[flush]);
         crash::after(None);
-        failed += usize::from(found[&flush] == IOERR);
-        // Another one tells of what was written since.
-        let flush = driver.request(0, FLUSH, 0, &[]);
-        all_ok(&mut driver, 0, &[flush]);
+        // Unless the process was killed before it had recorded the failure.
+        let is_known = driver.device.has_flush_failed();
+        assert_eq!(found[&flush] == IOERR, is_known, "{point}");
+        if driver.kills == 0 {
+            assert!(is_known, "{point}");
+            break;
+        }
+        failed_after_a_kill += u32::from(is_known);
+        // Another one covers the data that was written since.
+        watch.completed((0, head));
+        watch.submitted((0, head), Effect::Flush);
+        assert_eq!(driver.execute(FLUSH, 0, &[]).0, OK);
     }
-    assert!(failed > 4, "{failed}");
+    assert!(failed_after_a_kill > 4, "{failed_after_a_kill}");
 }
 
 /// Nor is there another call: the state is memory of this process.
@@ -378,7 +434,10 @@ fn what_no_device_writes_is_refused_in_words() {
         resumed(driver, &bad).unwrap_err()
     };
     let nvme = refusal(&mut driver, 0, b"FARSNVME");
-    assert!(nvme.contains("not that of a virtio-blk"), "{nvme}");
+    assert_eq!(
+        nvme,
+        "the state is that of an NVMe controller, and not of a virtio-blk device"
+    );
     let text = refusal(&mut driver, 8, &[9]);
     assert!(text.contains("version 9"), "{text}");
     let text = refusal(&mut driver, 12, &[3]);
@@ -389,14 +448,13 @@ fn what_no_device_writes_is_refused_in_words() {
     let text = refusal(&mut driver, 4096 + 16, &[5]);
     assert!(text.contains("a counter of a queue"), "{text}");
     // The request's entry: its queue, its number, its first descriptor.
-    let table = state::SIZE - 1536 * 128;
     for (at, with, what) in [
         (8, 3, "of no queue"),
         (16, 9, "number of a command"),
         (64, 64, "first descriptor"),
         (67, 1, "first descriptor"),
     ] {
-        let text = refusal(&mut driver, table + at, &[with]);
+        let text = refusal(&mut driver, REQUESTS_IN_FLIGHT + at, &[with]);
         assert!(text.contains(what), "{text}");
     }
     let short = driver.state.as_ref().unwrap().slice(0, 4096).unwrap();
