@@ -46,7 +46,7 @@ const WAITING: [&str; 6] = [
 
 /// Tests that boot no VM and may take longer than the limit for those: binary, test,
 /// reason.
-pub(super) const LONG: [(&str, &str, &str); 21] = [
+pub(super) const LONG: [(&str, &str, &str); 23] = [
     (
         "crashes",
         "what_was_cut_off_twice_ends_at_one_host",
