@@ -52,6 +52,8 @@ pub enum ConfigSpaceError {
         in_config: u16,
         described: u16,
     },
+    #[error("the MSI capability at {at:#x} has {count} vectors; the most is 32")]
+    TooManyVectors { at: usize, count: u16 },
     #[error("the MSI-X {part} at {offset:#x} of BAR {bar} is not inside a memory BAR")]
     MsixOutside {
         part: &'static str,

@@ -7,6 +7,9 @@ use farside_pci::regs::*;
 use super::ConfigSpaceError;
 use super::builder::Builder;
 
+/// Most vectors of a function.
+const MAX_VECTORS: u16 = 32;
+
 /// The state of MSI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Msi {
@@ -46,6 +49,13 @@ impl Registers {
                 described,
             });
         }
+        // Two encodings are reserved (PCI 3.0, 6.8.1.3).
+        if in_config > MAX_VECTORS {
+            return Err(ConfigSpaceError::TooManyVectors {
+                at,
+                count: in_config,
+            });
+        }
         let registers = Self { at, control };
         builder.image[at + MSI_FLAGS..at + msi_length(control)].fill(0);
         builder.image.set_u16(at + MSI_FLAGS, control);
@@ -58,8 +68,8 @@ impl Registers {
             writable.set_u32(at + MSI_ADDRESS_HI, !0);
         }
         if let Some(mask) = registers.mask() {
-            // One mask bit for each vector, at most 32.
-            writable.set_u32(mask, !0 >> (32 - described));
+            // One mask bit for each vector.
+            writable.set_u32(mask, !0 >> (MAX_VECTORS - described));
         }
         Ok(registers)
     }

@@ -296,6 +296,20 @@ fn vector_counts_must_agree() {
 }
 
 #[test]
+fn reserved_numbers_of_msi_vectors_are_refused() {
+    for (log2, vectors) in [(6u16, 64), (7, 128)] {
+        let mut image = Image::nvme();
+        let control: u16 = 0x01b1 | log2 << 1;
+        image.put(MSI as usize + 2, &control.to_le_bytes());
+        image.0.msi_vectors = vectors;
+        let error = ConfigSpace::new(&image.0).unwrap_err();
+        let expected =
+            format!("the MSI capability at {MSI:#x} has {vectors} vectors; the most is 32");
+        assert_eq!(error.to_string(), expected);
+    }
+}
+
+#[test]
 fn pci_express_takes_the_devices_controls_and_not_the_links() {
     let mut space = nvme();
     assert_eq!(read_u16(&space, PCIE + 8), 0x2810);
