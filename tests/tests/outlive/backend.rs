@@ -37,7 +37,7 @@ fn wait_next(cluster: &Cluster, keeper: &Daemon, kills: u64) {
 }
 
 fn kill_backends(disk: Disk, count: u64) {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let _lender = disk.lend(&cluster, &image);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
@@ -83,7 +83,7 @@ fn a_backend_of_a_virtio_blk_model_with_event_indexes_that_is_killed_under_load_
 fn no_register_write_is_lost_however_many_reads_are_between_two() {
     /// Admin queue attributes (NVM Express 1.4, 3.1.8), whose bits are plain while the controller is disabled.
     const AQA: u64 = 0x24;
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let _lender = lend(&cluster, &image);
@@ -105,7 +105,7 @@ fn no_register_write_is_lost_however_many_reads_are_between_two() {
 
 /// Backend and worker, in either order and with a pause between them or without one.
 fn kill_both(disk: Disk, count: u64) {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let lender = disk.lend(&cluster, &image);
@@ -221,7 +221,7 @@ fn backend_report(cluster: &Cluster) -> BackendReport {
 
 #[test]
 fn keepers_that_are_killed_cost_no_pause() {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let _lender = lend(&cluster, &image);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
@@ -284,7 +284,7 @@ fn backend(report: &BackendReport) -> Pid {
 
 #[test]
 fn a_backend_goes_on_in_the_next_service_at_the_cost_of_a_pause() {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let _lender = lend(&cluster, &image);
     let serve = || cluster.serve("a", &["disk0"]).args(&["--keeper"]);
@@ -327,7 +327,7 @@ fn a_backend_goes_on_in_the_next_service_at_the_cost_of_a_pause() {
 
 #[test]
 fn everything_of_a_host_that_is_restarted_at_once_costs_a_pause() {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let mut lender = lend(&cluster, &image);
     let serve = || cluster.serve("a", &["disk0"]).args(&["--keeper"]);
@@ -437,7 +437,7 @@ fn live(cluster: &Cluster, random: &mut Random) {
 
 #[test]
 fn a_backend_that_is_killed_in_any_state_goes_on_there() {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let _lender = lend(&cluster, &image);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);

@@ -166,7 +166,7 @@ impl Drop for Story<'_> {
 }
 
 fn kill_workers(disk: Disk, count: usize) {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let lender = disk.lend(&cluster, &image);
@@ -234,7 +234,7 @@ fn a_lender_of_a_virtio_blk_model_that_is_killed_and_started_anew_costs_a_pause(
 }
 
 fn start_lender_anew(disk: Disk) {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let mut lender = disk.lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
@@ -256,7 +256,7 @@ fn start_lender_anew(disk: Disk) {
 
 #[test]
 fn a_lender_that_is_restarted_in_order_under_load_costs_a_pause() {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let mut lender = lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
@@ -302,7 +302,7 @@ fn a_vmm_in_a_process_of_its_own() {
 
 #[test]
 fn a_killed_vmm_frees_its_device_in_under_100_ms() {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let _lender = lend(&cluster, &image);
@@ -338,7 +338,7 @@ fn a_killed_vmm_frees_its_device_in_under_100_ms() {
 
 /// Ends the lender alone by a signal, `count` times: its worker does not notice.
 fn end_lender(disk: Disk, signal: Signal, count: usize) {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let image = cluster.image("disk0", 16 * MIB).unwrap();
     let mut lender = disk.lend(&cluster, &image);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
@@ -389,7 +389,7 @@ fn a_lender_that_is_upgraded_costs_no_pause() {
 fn a_dma_test_device_goes_on_while_its_lender_is_killed() {
     const VECTOR: u16 = 1;
     const BYTES: u64 = 64 << 10;
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let mut lender = cluster.lend(&["--dma-test", "dma0"]).unwrap();
     let _backend = cluster.serve("a", &["dma0"]).start().unwrap();
     let socket = cluster.directory().join("vm/a/dma0.sock");

@@ -282,7 +282,7 @@ fn sixty_vms_borrow_and_return_while_processes_are_killed() {
     let seconds = std::env::var("FARSIDE_SECONDS");
     let seconds = seconds.map_or(3600, |it| it.parse().expect("a number in FARSIDE_SECONDS"));
     let time = Duration::from_secs(seconds);
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
     let disks = (0..DISKS).map(|n| format!("disk{n}"));
     let ids: Vec<_> = disks
@@ -416,7 +416,7 @@ fn sixty_vms_borrow_and_return_while_processes_are_killed() {
 /// A DMA test device does not outlive its worker, or its backend. The VM does, and its reset brings the device back.
 #[test]
 fn a_dma_test_device_that_is_lost_comes_back_with_a_reset() {
-    let cluster = Cluster::new().unwrap();
+    let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
     let lender = cluster.lend(&["--dma-test", "dma0"]).unwrap();
     let serve = cluster.serve("a", &["dma0"]).args(&["--keeper"]);
