@@ -151,6 +151,7 @@ impl Run {
         Ok(JobResult {
             job: job.name.to_string(),
             network: None,
+            passthrough: None,
             pairs: (0..self.repeats).map(pair).collect::<Result<_>>()?,
         })
     }

@@ -240,6 +240,9 @@ pub(crate) enum Chapter {
     /// fio's jobs on a borrowed virtio-blk disk, beside QEMU's own virtio-blk-pci. Measured only if it is
     /// named, and without the other chapters that need a guest.
     Virtio,
+    /// fio's jobs on physical devices of an emulated host, in turns borrowed and by plain vfio-pci.
+    /// Measured only if it is named.
+    Passthrough,
 }
 
 /// What hosts are.
@@ -255,8 +258,14 @@ impl Bench {
     /// Whether to measure that.
     pub(crate) fn wants(&self, chapter: Chapter) -> bool {
         match self.only.as_slice() {
-            // Other hosts are made for the one, and it takes root; the other has the jobs of `Fio`.
-            [] if matches!(chapter, Chapter::Network | Chapter::Virtio) => false,
+            // They have the jobs of `Fio`; two make hosts, and one takes root.
+            [] if matches!(
+                chapter,
+                Chapter::Network | Chapter::Virtio | Chapter::Passthrough
+            ) =>
+            {
+                false
+            }
             // Naming jobs implies fio.
             [] => self.jobs.is_empty() || chapter == Chapter::Fio,
             only => only.contains(&chapter),

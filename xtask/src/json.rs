@@ -11,8 +11,8 @@ use farside_backend_api::{
     },
 };
 use farside_bench::{
-    Axis, Better, Data, Environment, Hosts, JobResult, Measurement, Network, Pair, Point,
-    Quantiles, Results, Section, Series, Target, Unit,
+    Axis, Better, Data, Environment, Hosts, JobResult, Measurement, Network, Pair, Passthrough,
+    Point, Quantiles, Results, Section, Series, Target, Unit,
 };
 use farside_doctor::{Finding, Level, Report};
 use farside_fabric::{Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova, Usage, VmShare};
@@ -427,10 +427,16 @@ fn results_of_a_benchmark_are_documented() {
         borrowed: measurement(cpu),
         beside: measurement(cpu),
     };
-    let job = |network, pairs| JobResult {
+    let job = |network, passthrough, pairs| JobResult {
         job: "randread-4k-qd1".to_owned(),
         network,
+        passthrough,
         pairs,
+    };
+    let passthrough = Passthrough {
+        device: "nvme".to_owned(),
+        interrupts_ratio: 1.0,
+        trapped_accesses_after_start: 0,
     };
     let network = Network {
         hosts: Hosts::Namespaces,
@@ -490,8 +496,9 @@ fn results_of_a_benchmark_are_documented() {
     };
     let mut results = Results::new(known, ["borrowed", "own"]);
     results.jobs = vec![
-        job(None, vec![pair(Some(1.0)), pair(None)]),
-        job(Some(network), Vec::new()),
+        job(None, None, vec![pair(Some(1.0)), pair(None)]),
+        job(Some(network), None, Vec::new()),
+        job(None, Some(passthrough), Vec::new()),
     ];
     results.sections.push(section);
     let unknown = Results::new(Environment::default(), ["borrowed", "own"]);

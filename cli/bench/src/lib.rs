@@ -32,7 +32,7 @@ mod unit;
 pub use compare::{Change, Comparison, Direction, Side};
 pub use environment::Environment;
 pub use error::Error;
-pub use measurement::{Hosts, JobResult, METRICS, Measurement, Metric, Network, Pair};
+pub use measurement::{Hosts, JobResult, METRICS, Measurement, Metric, Network, Pair, Passthrough};
 pub use results::{FORMAT, Finding, Results};
 pub use series::{Axis, Data, Figure, Point, Quantiles, Section, Series, Target};
 pub use spread::Spread;

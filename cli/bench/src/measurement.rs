@@ -65,6 +65,9 @@ pub struct JobResult {
     /// Of a disk that another host has.
     #[serde(flatten)]
     pub network: Option<Network>,
+    /// Of a physical device.
+    #[serde(flatten)]
+    pub passthrough: Option<Passthrough>,
     /// In the order they were made.
     pub pairs: Vec<Pair>,
 }
@@ -80,6 +83,22 @@ pub struct Network {
     pub peer: String,
     /// Whether farside's connection has TLS. The peer's has none: the ratio is what TLS costs.
     pub tls: bool,
+}
+
+/// A physical device that a guest has in turns: borrowed, and by plain `vfio-pci`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Passthrough {
+    /// Its name in QEMU.
+    pub device: String,
+    /// Interrupts for one I/O, borrowed over plain.
+    pub interrupts_ratio: f64,
+    /// Accesses to the borrowed device's BARs that trapped while the job ran, all repeats together.
+    pub trapped_accesses_after_start: u64,
+}
+
+impl Passthrough {
+    /// What the borrowed device is compared with.
+    pub const BESIDE: &str = "vfio-pci";
 }
 
 /// What the hosts of a comparison over a network are.
@@ -99,6 +118,8 @@ struct Written {
     name: String,
     #[serde(flatten)]
     network: Option<Network>,
+    #[serde(flatten)]
+    passthrough: Option<Passthrough>,
     /// Number of pairs.
     repeats: usize,
     iops_ratio: Option<f64>,
@@ -117,6 +138,7 @@ impl From<JobResult> for Written {
         Self {
             name: result.job.clone(),
             network: result.network,
+            passthrough: result.passthrough,
             repeats: result.pairs.len(),
             iops_ratio: iops,
             bandwidth_ratio: bandwidth,
@@ -194,6 +216,9 @@ pub const METRICS: [Metric; 7] = [
 impl JobResult {
     /// The job's name, unique in the results.
     pub fn label(&self) -> String {
+        if let Some(Passthrough { device, .. }) = &self.passthrough {
+            return format!("{}, {device}", self.job);
+        }
         let Some(network) = &self.network else {
             return self.job.clone();
         };
@@ -266,6 +291,7 @@ pub(crate) mod tests {
         JobResult {
             job: name.to_owned(),
             network: None,
+            passthrough: None,
             pairs: scales.iter().map(pair).collect(),
         }
     }
@@ -292,6 +318,27 @@ pub(crate) mod tests {
         assert_eq!(
             serde_json::Value::from(written.to_vec()),
             serde_json::json!(["j", "namespaces", 50, "SPDK", true])
+        );
+        assert_eq!(serde_json::from_value::<JobResult>(json).unwrap(), job);
+    }
+
+    #[test]
+    fn a_job_of_a_physical_device_is_written_with_its_counts_and_read_again() {
+        let job = JobResult {
+            passthrough: Some(Passthrough {
+                device: "nvme".into(),
+                interrupts_ratio: 1.5,
+                trapped_accesses_after_start: 0,
+            }),
+            ..job("j", &[2.0])
+        };
+        assert_eq!(job.label(), "j, nvme");
+        let json = serde_json::to_value(&job).unwrap();
+        let keys = ["device", "interrupts_ratio", "trapped_accesses_after_start"];
+        let written = keys.map(|key| json[key].clone());
+        assert_eq!(
+            serde_json::Value::from(written.to_vec()),
+            serde_json::json!(["nvme", 1.5, 0])
         );
         assert_eq!(serde_json::from_value::<JobResult>(json).unwrap(), job);
     }

@@ -1,6 +1,6 @@
 //! The figures as tables, for terminals and for the report.
 
-use crate::{JobResult, METRICS, Results, Section, Spread, table};
+use crate::{JobResult, METRICS, Passthrough, Results, Section, Spread, table};
 
 /// Rows of cells; the first row names the columns.
 pub type Rows = Vec<Vec<String>>;
@@ -53,9 +53,13 @@ pub fn job_figures(results: &Results) -> Rows {
         let sides: [fn(&JobResult, &crate::Metric) -> Vec<f64>; 2] =
             [JobResult::borrowed, JobResult::beside];
         let [borrowed, beside] = &results.disks;
-        let beside = job.network.as_ref().map_or(beside, |network| &network.peer);
+        let beside = match (&job.network, &job.passthrough) {
+            (Some(network), _) => &network.peer,
+            (None, Some(_)) => Passthrough::BESIDE,
+            (None, None) => beside,
+        };
         for (disk, side) in [borrowed, beside].into_iter().zip(sides) {
-            let mut row = vec![job.label(), disk.clone()];
+            let mut row = vec![job.label(), disk.to_owned()];
             row.extend(METRICS.iter().map(|metric| {
                 let median = Spread::of(side(job, metric)).map(|spread| spread.median);
                 median.map_or(DASH.to_owned(), |median| metric.unit.show(median))

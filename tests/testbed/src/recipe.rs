@@ -269,7 +269,15 @@ pub(crate) const MODULES: &[&str] = &[
 pub(crate) const NESTED_BOOT_MODULES: &[&str] = &["button", "evdev"];
 
 /// Modules of a nested guest, loaded by hand: drivers for borrowed devices and for disks beside them.
-pub(crate) const NESTED_MODULES: &[&str] = &["igbvf", "nvme", "virtio_blk"];
+pub(crate) const NESTED_MODULES: &[&str] = &[
+    "ahci",
+    "igbvf",
+    "nvme",
+    "sd_mod",
+    "usb_storage",
+    "virtio_blk",
+    "xhci_pci",
+];
 
 /// Binaries on the disk of VMs that play hosts, besides QEMU.
 pub(crate) const HOST_PROGRAMS: &[&str] = &[

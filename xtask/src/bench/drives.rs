@@ -79,6 +79,7 @@ impl Both<'_> {
             let result = JobResult {
                 job: job.name.to_string(),
                 network: None,
+                passthrough: None,
                 pairs,
             };
             self.progress.note(&line(&result));

@@ -3,8 +3,8 @@
 //!
 //! [`drives`] measures both, [`measure`] runs fio once, [`ping_pong`] measures the latency
 //! of a device of [`testers`]. [`micro`] and [`neighbour`] need no guest.
-//! [`network`] compares a disk of another host with NVMe over TCP. `farside_bench`
-//! makes figures, tables, plots and the report.
+//! [`network`] compares a disk of another host with NVMe over TCP, [`passthrough`] physical devices
+//! with themselves. `farside_bench` makes figures, tables, plots and the report.
 
 mod about;
 mod drives;
@@ -13,14 +13,20 @@ mod images;
 mod measure;
 mod micro;
 mod neighbour;
+mod nested;
 mod network;
+mod passthrough;
 mod ping_pong;
 mod testers;
 
 use std::{ffi::OsString, path::Path, time::Instant};
 
 use anyhow::{Result, ensure};
-use farside_bench::{Results, job::JOBS, tables};
+use farside_bench::{
+    Results,
+    job::{JOBS, Job, Pattern},
+    tables,
+};
 use farside_testbed::{Progress, Testbed, Vm};
 
 use crate::{
@@ -33,7 +39,6 @@ use drives::Both;
 use guest::Drives;
 use images::Images;
 use micro::Micro;
-use network::Parameters;
 pub(crate) use network::wire;
 use testers::Testers;
 
@@ -133,15 +138,20 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
         let section = neighbour::measure(&program, &images.borrowed, turns, &progress)?;
         results.add(section)?;
     }
+    let parameters = Parameters {
+        program: &program,
+        testbed: &testbed,
+        images: &images,
+        args,
+        settings: &settings,
+        progress: &progress,
+    };
+    if args.wants(Chapter::Passthrough) {
+        let (jobs, section) = passthrough::measure(&parameters)?;
+        results.jobs.extend(jobs);
+        results.add(section)?;
+    }
     if args.wants(Chapter::Network) {
-        let parameters = Parameters {
-            program: &program,
-            testbed: &testbed,
-            images: &images,
-            args,
-            settings: &settings,
-            progress: &progress,
-        };
         if args.hosts != Some(Hosts::Vms) {
             results.jobs.extend(network::in_namespaces(&parameters)?);
         }
@@ -223,6 +233,26 @@ fn in_a_guest(
     let left = scene.stop()?;
     ensure!(left.is_empty(), "sockets were left behind: {left:?}");
     Ok(())
+}
+
+/// The parameters of the chapters that make hosts.
+struct Parameters<'a> {
+    program: &'a Path,
+    testbed: &'a Testbed,
+    images: &'a Images,
+    args: &'a Bench,
+    settings: &'a Settings,
+    progress: &'a Progress,
+}
+
+impl Parameters<'_> {
+    fn jobs(&self) -> Vec<&'static Job> {
+        let wanted = |job: &&Job| match self.args.jobs.as_slice() {
+            [] => job.pattern != Pattern::Mixed,
+            jobs => jobs.iter().any(|name| *name == job.name),
+        };
+        JOBS.iter().filter(wanted).collect()
+    }
 }
 
 struct Stage<'a> {

@@ -1,6 +1,6 @@
 //! Output of the kernel of a VM that plays a host, parsed with [`crate::kernel_view`].
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use anyhow::{Context, Result};
 
@@ -30,6 +30,37 @@ impl HostVm {
         let copy = "/tmp/iommu-trace";
         self.exec_ok(&format!("cat {TRACING}/trace >{copy}"), SHORT)?;
         kernel_view::iommu_trace(&String::from_utf8_lossy(&self.read_file(copy)?))
+    }
+
+    /// Counts the accesses of guests to some guest-physical addresses that KVM emulates, from now on.
+    pub fn count_mmio(&self, gpas: &[RangeInclusive<u64>]) -> Result<()> {
+        let ranges = gpas.iter().map(|range| {
+            let (first, last) = (range.start(), range.end());
+            format!("(gpa >= {first:#x} && gpa <= {last:#x})")
+        });
+        let filter = ranges.collect::<Vec<_>>().join(" || ");
+        let script = format!(
+            "set -e; cd {TRACING}
+            echo 0 >events/kvm/kvm_mmio/enable
+            echo '{filter}' >events/kvm/kvm_mmio/filter
+            echo 1 >events/kvm/kvm_mmio/enable
+            echo >trace"
+        );
+        self.exec_ok(&script, SHORT)
+            .context("tracing KVM")
+            .map(drop)
+    }
+
+    /// The accesses since [`HostVm::count_mmio`]: at least one for each, and none if there was none.
+    pub fn counted_mmio(&self) -> Result<u64> {
+        // The trace's head has the number of entries written, of those that it has kept too.
+        let script =
+            format!("grep -o 'entries-in-buffer/entries-written: [0-9]*/[0-9]*' {TRACING}/trace");
+        let head = self.exec_ok(&script, SHORT)?;
+        let written = head.trim().rsplit('/').next().map(str::parse);
+        written
+            .and_then(Result::ok)
+            .with_context(|| format!("the head of KVM's trace: {head}"))
     }
 
     /// The count of each interrupt.

@@ -6,14 +6,14 @@ mod spdk;
 mod vms;
 pub(crate) mod wire;
 
-use std::{path::Path, time::Duration};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
-use farside_bench::{JobResult, Measurement, Network, Pair, job::JOBS, job::Job, job::Pattern};
-use farside_testbed::{Progress, Testbed, lacks_root};
+use farside_bench::{JobResult, Measurement, Network, Pair, job::Job};
+use farside_testbed::lacks_root;
 
-use super::{Settings, drives::line, images::Images};
-use crate::{args::Bench, cpu, interrupt};
+use super::{Parameters, drives::line};
+use crate::{cpu, interrupt};
 use borrowed::Borrowed;
 use hosts::Hosts;
 use spdk::Spdk;
@@ -30,16 +30,6 @@ const QUICK_DELAYS: [u32; 2] = [0, 200];
 const SPDK: &str = "SPDK";
 const PLAIN: &str = "farside without TLS";
 
-/// The parameters of all comparisons.
-pub(super) struct Parameters<'a> {
-    pub(super) program: &'a Path,
-    pub(super) testbed: &'a Testbed,
-    pub(super) images: &'a Images,
-    pub(super) args: &'a Bench,
-    pub(super) settings: &'a Settings,
-    pub(super) progress: &'a Progress,
-}
-
 /// One side of a comparison.
 type Side<'a> = &'a mut dyn FnMut(&Job, u32) -> Result<Measurement>;
 
@@ -50,14 +40,6 @@ impl Parameters<'_> {
             ([], false) => DELAYS.into(),
             (delays, _) => delays.to_vec(),
         }
-    }
-
-    fn jobs(&self) -> Vec<&'static Job> {
-        let wanted = |job: &&Job| match self.args.jobs.as_slice() {
-            [] => job.pattern != Pattern::Mixed,
-            jobs => jobs.iter().any(|name| *name == job.name),
-        };
-        JOBS.iter().filter(wanted).collect()
     }
 
     /// Runs `job` on both sides in turns.
@@ -79,6 +61,7 @@ impl Parameters<'_> {
         let result = JobResult {
             job: job.name.to_string(),
             network: Some(network),
+            passthrough: None,
             pairs,
         };
         self.progress.note(&line(&result));

@@ -4,18 +4,17 @@
 use std::{path::Path, time::Duration};
 
 use anyhow::{Context, Result, ensure};
-use farside_bench::{
-    JobResult, Measurement, Network,
-    fio::{Sample, Timing},
-    job::Job,
-};
+use farside_bench::{JobResult, Measurement, Network, fio::Timing, job::Job};
 use farside_testbed::{HostVm, Nested, VmBuilder};
 use farside_tests::hosts::stripped;
 use tempfile::TempDir;
 
 use super::{Parameters, hosts::MBIT};
 use crate::{
-    bench::measure::Run,
+    bench::{
+        measure::Run,
+        nested::{self, busy, disk_of},
+    },
     scene::{self, BOOT, DEVICE, SHORT},
 };
 
@@ -31,8 +30,6 @@ const GUEST_RAM: u64 = 512 << 20;
 const LIFE: Duration = Duration::from_secs(24 * 3600);
 /// Serial number of the disks beside the borrowed one.
 const SERIAL: &str = "over-tcp";
-/// An archive of fio and its libraries, at the near host.
-const FIO: &str = "/tmp/fio.tar";
 
 /// QEMU's devices on the kernel's NVMe over TCP, which farside is compared with.
 const PEERS: [&str; 2] = ["kernel, virtio-blk", "kernel, QEMU's nvme"];
@@ -207,29 +204,14 @@ fn shape(host: &HostVm, delay_us: u32) -> Result<()> {
     host.exec_ok(&netem, SHORT).map(drop)
 }
 
-/// Time that all CPUs of a host were busy so far.
-fn busy(host: &HostVm) -> Result<Duration> {
-    // As of a disk that does nothing.
-    let sample = host.exec_ok("echo 0 0 0 0 0 0 0; cat /proc/stat", SHORT)?;
-    let idle = "0 0 0 0 0 0 0\ncpu 0 0 0 0 0 0 0 0";
-    Ok(Sample::parse(&sample)?.since(&Sample::parse(idle)?).cpu)
-}
-
-/// A guest with all three disks, and with fio, which it gets from its host as an archive on a disk.
+/// A guest with all three disks, and with fio.
 fn start_guest(near: &HostVm) -> Result<Nested<'_>> {
-    let archive = format!(
-        "libraries=$(/lib64/ld-linux-x86-64.so.2 --list /usr/bin/fio | grep -o '/[^ ]*')
-        tar -c -h -f {FIO} /usr/bin/fio $libraries 2>/dev/null
-        truncate -c -s $(( ($(stat -c %s {FIO}) + 511) / 512 * 512 )) {FIO}"
-    );
-    near.exec_ok(&archive, SHORT).context("an archive of fio")?;
     let disk = |n: u32| {
         format!(
             "driver=host_device,node-name=disk{n},filename=/dev/nvme0n{n},cache.direct=on,aio=io_uring"
         )
     };
     let guest = near.guest("g").memory(GUEST_RAM).vfio_user(&socket());
-    let fio = format!("driver=file,node-name=fio,filename={FIO},read-only=on");
     let guest = guest
         .args(["-blockdev", &disk(1)])
         .args([
@@ -237,33 +219,10 @@ fn start_guest(near: &HostVm) -> Result<Nested<'_>> {
             &format!("virtio-blk-pci,drive=disk1,serial={SERIAL}"),
         ])
         .args(["-blockdev", &disk(2)])
-        .args(["-device", &format!("nvme,drive=disk2,serial={SERIAL}")])
-        .args([
-            "-blockdev",
-            &fio,
-            "-device",
-            "virtio-blk-pci,drive=fio,serial=fio",
-        ]);
-    let guest = guest.launch()?;
-    guest.wait_agent(BOOT)?;
-    let script = format!(
-        "set -e; modprobe -a nvme virtio_blk
-        mkdir -p /usr/lib64 /usr/lib/x86_64-linux-gnu
-        tar -x -C / -f /dev/{}
-        fio --version",
-        disk_of(&guest, "fio")?
-    );
-    guest.exec_ok(&script, BOOT).context("fio in the guest")?;
+        .args(["-device", &format!("nvme,drive=disk2,serial={SERIAL}")]);
+    let guest = nested::start_with_fio(near, guest)?;
+    guest.exec_ok("modprobe nvme", BOOT)?;
     Ok(guest)
-}
-
-/// The name of the virtio-blk disk with a serial number.
-fn disk_of(guest: &Nested<'_>, serial: &str) -> Result<String> {
-    let find = format!(
-        "modprobe virtio_blk; cd /sys/block
-        for disk in vd*; do [ \"$(cat $disk/serial)\" != {serial} ] || echo $disk; done"
-    );
-    Ok(guest.exec_ok(&find, BOOT)?.trim().to_owned())
 }
 
 struct Disks {

@@ -1,0 +1,426 @@
+//! Physical devices of an emulated host: its guest is booted in turns with borrowed devices, and with the same
+//! by plain `vfio-pci`.
+//!
+//! Accesses that trap are counted by the host's kernel (the `kvm_mmio` trace event), in both cases alike.
+
+use std::{fs::File, ops::RangeInclusive, path::Path, time::Duration};
+
+use anyhow::{Context, Result, ensure};
+use farside_bench::{
+    Better, Data, JobResult, Measurement, Pair, Passthrough, Section, Series, Target, Unit,
+    fio::Timing, job::Job,
+};
+use farside_testbed::{HostVm, Nested};
+use farside_tests::hosts::stripped;
+use serde_json::json;
+
+use super::{
+    Parameters,
+    drives::line,
+    measure::Run,
+    nested::{self, busy},
+};
+use crate::{
+    interrupt,
+    scene::{self, BOOT, SHORT},
+};
+
+const VM: &str = "bench";
+/// RAM of the host, bytes: its guest's is in it.
+const HOST_RAM: u64 = 2 << 30;
+/// The guest's RAM, bytes.
+const GUEST_RAM: u64 = 512 << 20;
+/// Bytes of each device's medium.
+const IMAGE: u64 = 256 << 20;
+/// Longer than a benchmark.
+const LIFE: Duration = Duration::from_secs(24 * 3600);
+
+/// A device of the host with a disk.
+struct Device {
+    /// Its name in QEMU.
+    name: &'static str,
+    /// In host and guest.
+    bdf: &'static str,
+    /// The host's QEMU gets these, and a drive `NAME`.
+    args: &'static [&'static str],
+    /// The guest's modules for it and its disk.
+    modules: &'static str,
+}
+
+const DEVICES: [Device; 3] = [
+    Device {
+        name: "nvme",
+        bdf: "0000:00:0a.0",
+        args: &["nvme,drive=nvme,serial=nvme,addr=a"],
+        modules: "nvme",
+    },
+    Device {
+        name: "qemu-xhci",
+        bdf: "0000:00:0b.0",
+        args: &[
+            "qemu-xhci,id=xhci,addr=b",
+            "usb-storage,bus=xhci.0,drive=qemu-xhci",
+        ],
+        modules: "xhci_pci usb_storage sd_mod",
+    },
+    Device {
+        name: "ich9-ahci",
+        bdf: "0000:00:0c.0",
+        args: &[
+            "ich9-ahci,id=sata,addr=c",
+            "ide-hd,bus=sata.0,drive=ich9-ahci",
+        ],
+        modules: "ahci sd_mod",
+    },
+];
+
+/// How the guest has the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Borrowed,
+    Plain,
+}
+
+/// One run of a job.
+struct Turn {
+    measurement: Measurement,
+    /// Interrupts that the guest's driver got for one I/O.
+    interrupts: f64,
+    /// Accesses to the device's BARs that trapped meanwhile.
+    trapped: u64,
+}
+
+/// All jobs on all devices.
+pub(super) fn measure(parameters: &Parameters<'_>) -> Result<(Vec<JobResult>, Section)> {
+    let Parameters {
+        program,
+        testbed,
+        progress,
+        ..
+    } = parameters;
+    let task = progress.spinner("Booting a host with devices");
+    let directory = scene::directory("passthrough")?;
+    let mut host =
+        testbed
+            .host_vm("host")
+            .memory(HOST_RAM)
+            .file("usr/bin/farside", 0o755, stripped(program)?);
+    for device in &DEVICES {
+        host = host.args(device.in_host(directory.path())?);
+    }
+    let host = host.launch_host(BOOT)?;
+    task.done();
+    let measured = in_host(parameters, &host).map_err(|error| {
+        let logs = host.exec_ok("tail -n 20 /tmp/*.log; dmesg | tail", SHORT);
+        error.context(format!("the bench failed\n{}", logs.unwrap_or_default()))
+    })?;
+    let ended = host.shutdown(SHORT)?;
+    ensure!(ended.success(), "QEMU ended badly: {ended}");
+    Ok(measured)
+}
+
+fn in_host(parameters: &Parameters<'_>, host: &HostVm) -> Result<(Vec<JobResult>, Section)> {
+    host.exec_ok("mkdir -p /run/farside", SHORT)?;
+    let repeats = parameters.settings.repeats;
+    let task = parameters.progress.bar("Measuring", 2 * u64::from(repeats));
+    let mut pairs = Vec::new();
+    for repeat in 0..u64::from(repeats) {
+        interrupt::check()?;
+        let borrowed = borrowed(parameters, host)?;
+        task.set(2 * repeat + 1);
+        // The lender has given them back.
+        for device in &DEVICES {
+            host.bind(device.bdf, "vfio-pci")?;
+        }
+        let plain = guest(parameters, host, Way::Plain)?;
+        task.set(2 * repeat + 2);
+        pairs.push([borrowed, plain]);
+    }
+    task.done();
+    let (mut results, mut series) = (Vec::new(), Vec::new());
+    let jobs = parameters.jobs();
+    let each = DEVICES
+        .iter()
+        .flat_map(|device| jobs.iter().map(move |job| (device, job)));
+    for (n, (device, job)) in each.enumerate() {
+        let turns: Vec<_> = pairs
+            .iter()
+            .map(|pair| [&pair[0][n], &pair[1][n]])
+            .collect();
+        let result = result(device, job, &turns);
+        parameters.progress.note(&line(&result));
+        series.extend(figures(&result.label(), &turns));
+        results.push(result);
+    }
+    Ok((results, section(series)))
+}
+
+/// A turn with lender and backend, which have the devices no longer than that.
+fn borrowed(parameters: &Parameters<'_>, host: &HostVm) -> Result<Vec<Turn>> {
+    let start = |name: &'static str, args: &str, socket: &str| {
+        let command = format!(
+            "echo $$ >/run/{name}.pid
+            export FARSIDE_RUNTIME_DIR=/run/farside
+            exec farside {args} >/tmp/{name}.log 2>&1"
+        );
+        let daemon = host.exec_start(&command, LIFE)?;
+        host.wait_path(socket, SHORT)?;
+        anyhow::Ok((name, daemon))
+    };
+    let (mut lend, mut serve) = (
+        "lend".to_owned(),
+        format!("serve --vm {VM} --open-timeout 100"),
+    );
+    for Device { name, bdf, .. } in &DEVICES {
+        lend += &format!(" --vfio {name}={bdf}");
+        serve += &format!(" --device {name}");
+    }
+    let lender = start("lender", &lend, "/run/farside/lender.sock")?;
+    let backend = start("backend", &serve, &control_socket())?;
+    let turns = guest(parameters, host, Way::Borrowed)?;
+    for (name, daemon) in [backend, lender] {
+        let stop = format!("kill -TERM $(cat /run/{name}.pid)");
+        host.exec_ok(&stop, SHORT)?;
+        let ended = daemon.wait_for(SHORT)?;
+        ensure!(ended.success(), "{name}: {ended}");
+    }
+    Ok(turns)
+}
+
+/// Boots the guest, and runs all jobs on each device.
+fn guest(parameters: &Parameters<'_>, host: &HostVm, way: Way) -> Result<Vec<Turn>> {
+    let devices = DEVICES.iter().flat_map(|Device { name, bdf, .. }| {
+        let addr = bdf.rsplit(':').next();
+        let device = match way {
+            Way::Borrowed => json!({
+                "driver": "vfio-user-pci", "addr": addr, "x-msg-timeout": 120_000,
+                "socket": {"type": "unix", "path": socket(name)},
+            }),
+            Way::Plain => json!({"driver": "vfio-pci", "addr": addr, "host": bdf}),
+        };
+        ["-device".to_owned(), device.to_string()]
+    });
+    let guest = host.guest("g").memory(GUEST_RAM).args(devices);
+    let guest = nested::start_with_fio(host, guest)?;
+    let mut turns = Vec::new();
+    for device in &DEVICES {
+        let stage = Stage {
+            parameters,
+            host,
+            guest: &guest,
+            device,
+        };
+        let measured = stage.play();
+        turns.extend(measured.with_context(|| format!("{}, {way:?}", device.name))?);
+    }
+    let trapped: u64 = turns.iter().map(|turn| turn.trapped).sum();
+    ensure!(
+        way == Way::Plain || trapped == 0,
+        "{trapped} accesses to BARs of borrowed devices trapped while fio ran"
+    );
+    let ended = guest.shutdown(SHORT)?;
+    ensure!(ended.success(), "QEMU in the host: {ended}");
+    Ok(turns)
+}
+
+struct Stage<'a> {
+    parameters: &'a Parameters<'a>,
+    host: &'a HostVm,
+    guest: &'a Nested<'a>,
+    device: &'a Device,
+}
+
+impl Stage<'_> {
+    /// A run of each job.
+    fn play(&self) -> Result<Vec<Turn>> {
+        let disk = self.bind()?;
+        let jobs = self.parameters.jobs().into_iter();
+        let turns = jobs.map(|job| self.turn(&disk, job).with_context(|| job.name.clone()));
+        turns.collect()
+    }
+
+    /// Has the guest's driver use the device. Returns the name of its disk.
+    fn bind(&self) -> Result<String> {
+        let Device { bdf, modules, .. } = self.device;
+        self.count_traps()?;
+        let bind = format!(
+            "modprobe -a {modules}
+            until link=$(ls -l /sys/block | grep -m 1 /{bdf}/); do sleep 0.1; done
+            echo ${{link##*/}}"
+        );
+        let disk = self.guest.exec_ok(&bind, SHORT).context("no disk")?;
+        // Otherwise a count of none would say nothing.
+        ensure!(
+            !self.device.has_msix() || self.host.counted_mmio()? > 0,
+            "the driver has set interrupts up, and no access to the MSI-X table was counted"
+        );
+        Ok(disk.trim().to_owned())
+    }
+
+    fn turn(&self, disk: &str, job: &Job) -> Result<Turn> {
+        let seconds = self.parameters.settings.seconds;
+        let run = Run {
+            vm: self.guest,
+            drive: disk,
+            cpu: &|| busy(self.host),
+            timing: Timing { ramp: 0, seconds },
+        };
+        self.count_traps()?;
+        let before = self.interrupts()?;
+        let measurement = run.measure(job)?;
+        let interrupts = self.interrupts()? - before;
+        let ios = measurement.iops * f64::from(seconds);
+        Ok(Turn {
+            measurement,
+            interrupts: interrupts as f64 / ios,
+            trapped: self.host.counted_mmio()?,
+        })
+    }
+
+    /// Interrupts of the device so far, as the guest counts them.
+    fn interrupts(&self) -> Result<u64> {
+        let text = self.guest.exec_ok("cat /proc/interrupts", SHORT)?;
+        let interrupts = farside_testbed::kernel_view::interrupts(&text);
+        let of_device = interrupts
+            .iter()
+            .filter(|line| line.what.contains(self.device.bdf));
+        Ok(of_device.map(|line| line.count).sum())
+    }
+
+    /// The host's kernel counts accesses to the device's BARs that trap, from now on.
+    fn count_traps(&self) -> Result<()> {
+        let resources = format!("cat /sys/bus/pci/devices/{}/resource", self.device.bdf);
+        let bars = bars(&self.guest.exec_ok(&resources, SHORT)?)?;
+        self.host.count_mmio(&bars)
+    }
+}
+
+impl Device {
+    /// Arguments for the host's QEMU.
+    fn in_host(&self, directory: &Path) -> Result<Vec<String>> {
+        let image = directory.join(self.name);
+        File::create(&image)
+            .and_then(|file| file.set_len(IMAGE))
+            .with_context(|| format!("making {}", image.display()))?;
+        let drive = format!(
+            "if=none,id={},format=raw,file={}",
+            self.name,
+            image.display()
+        );
+        let devices = self.args.iter().flat_map(|device| ["-device", device]);
+        let args = ["-drive", &drive].into_iter().chain(devices);
+        Ok(args.map(str::to_owned).collect())
+    }
+
+    /// Its driver writes to the MSI-X table, which always traps.
+    fn has_msix(&self) -> bool {
+        self.name != "ich9-ahci"
+    }
+}
+
+fn socket(device: &str) -> String {
+    format!("/run/farside/vm/{VM}/{device}.sock")
+}
+
+/// The backend's, which it creates last.
+fn control_socket() -> String {
+    format!("/run/farside/vm/{VM}/control")
+}
+
+/// The memory BARs of `/sys/bus/pci/devices/BDF/resource`, GPA.
+fn bars(resource: &str) -> Result<Vec<RangeInclusive<u64>>> {
+    /// `IORESOURCE_MEM` of Linux.
+    const MEMORY: u64 = 0x200;
+    let mut bars = Vec::new();
+    for line in resource.lines().take(6) {
+        let numbers: Vec<u64> = line
+            .split_whitespace()
+            .map(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16))
+            .collect::<Result<_, _>>()
+            .with_context(|| format!("resources of a device: {resource}"))?;
+        match numbers.as_slice() {
+            &[first, last, flags] if flags & MEMORY != 0 => bars.push(first..=last),
+            _ => {}
+        }
+    }
+    ensure!(!bars.is_empty(), "a device without BARs: {resource}");
+    Ok(bars)
+}
+
+fn result(device: &Device, job: &Job, turns: &[[&Turn; 2]]) -> JobResult {
+    let interrupts = |side: usize| turns.iter().map(|turn| turn[side].interrupts).sum::<f64>();
+    JobResult {
+        job: job.name.to_string(),
+        network: None,
+        passthrough: Some(Passthrough {
+            device: device.name.to_owned(),
+            interrupts_ratio: interrupts(0) / interrupts(1),
+            trapped_accesses_after_start: turns.iter().map(|[borrowed, _]| borrowed.trapped).sum(),
+        }),
+        pairs: turns
+            .iter()
+            .map(|[borrowed, plain]| Pair {
+                borrowed: borrowed.measurement,
+                beside: plain.measurement,
+            })
+            .collect(),
+    }
+}
+
+/// Series about a job: interrupts and trapped accesses.
+fn figures(label: &str, turns: &[[&Turn; 2]]) -> [Series; 4] {
+    let name = |what: &str, side: usize| {
+        let side = [super::BORROWED, Passthrough::BESIDE][side];
+        format!("{what}, {label}, {side}")
+    };
+    let series = |what: &str, side: usize, of: fn(&Turn) -> f64| Series {
+        name: name(what, side),
+        unit: Unit::Count,
+        better: Better::Less,
+        data: Data::Repeats(turns.iter().map(|turn| of(turn[side])).collect()),
+        against: None,
+        target: None,
+    };
+    let (interrupts, traps) = ("interrupts for one I/O", "trapped accesses");
+    [
+        Series {
+            against: Some(name(interrupts, 1)),
+            ..series(interrupts, 0, |turn| turn.interrupts)
+        },
+        series(interrupts, 1, |turn| turn.interrupts),
+        Series {
+            target: Some(Target::AtMost(0.0)),
+            ..series(traps, 0, |turn| turn.trapped as f64)
+        },
+        series(traps, 1, |turn| turn.trapped as f64),
+    ]
+}
+
+fn section(series: Vec<Series>) -> Section {
+    Section {
+        name: "passthrough".into(),
+        title: "Physical devices: interrupts and trapped accesses".into(),
+        about: "The same jobs, on a device that the guest borrows and on the same device by plain \
+                vfio-pci. Interrupts are those of the guest's driver. Trapped accesses are reads \
+                and writes of the device's BARs by the guest that reached KVM while fio ran: each \
+                is a round trip to QEMU, and where the device is borrowed, to the backend."
+            .into(),
+        series,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_bars_are_found_among_resources() {
+        let resource = "0x00000000fe800000 0x00000000fe803fff 0x0000000000140204\n\
+            0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
+            0x000000000000c000 0x000000000000c01f 0x0000000000040101\n";
+        assert_eq!(bars(resource).unwrap(), [0xfe80_0000..=0xfe80_3fff]);
+        for other in ["", "0x0 0x0 0x0\n", "what\n"] {
+            assert!(bars(other).is_err(), "{other:?}");
+        }
+    }
+}
