@@ -129,7 +129,7 @@ impl IrqCounts {
 }
 
 /// VFIO's information about one index.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IrqInfo {
     /// `VFIO_IRQ_INFO_*`, see [`wire`].
     pub flags: u32,

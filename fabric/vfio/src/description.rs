@@ -6,10 +6,11 @@ use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex};
 use farside_pci::regs::*;
 use farside_pci::{Bar, BarKind, ConfigImage, Description, SparseMmapArea};
+use serde::{Deserialize, Serialize};
 use vfio_bindings::bindings::vfio::VFIO_PCI_CONFIG_REGION_INDEX;
 
 /// VFIO's information about a region.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Region {
     /// Whether it can be mapped.
     pub can_map: bool,

@@ -11,9 +11,12 @@ use farside_pci::Bdf;
 use rustix::process::{Resource, getrlimit};
 use serde::{Deserialize, Serialize};
 
-use crate::iommu::Iommu;
+use crate::iommu::{Iommu, Space};
 use crate::usable::{Capabilities, UsableIova};
 use crate::{Api, Function, RegionMemory, VfioError};
+
+/// The last page of the address space is not mapped: a range has an end.
+const END: u64 = u64::MAX - (PAGE_SIZE - 1);
 
 /// An IOMMU domain: the memory that its functions can reach by DMA. Clones share it. Initially
 /// empty; all mappings end with the last handle and the last function.
@@ -30,6 +33,8 @@ struct State {
     /// Functions that are open in it.
     functions: usize,
     mapped: RangeTable<Iova, Target>,
+    /// There may be mappings of a process that is gone.
+    inherited: bool,
 }
 
 /// The mappings, whose memory stays mapped into this process.
@@ -61,6 +66,17 @@ impl Domain {
         })))
     }
 
+    /// That of a process that is gone, with its mappings.
+    pub(crate) fn adopt(space: Space) -> Self {
+        Self(Arc::new(Inner {
+            iommu: Iommu::adopt(space),
+            state: Mutex::new(State {
+                inherited: true,
+                ..State::default()
+            }),
+        }))
+    }
+
     /// The API that created it.
     pub fn api(&self) -> Api {
         self.0.iommu.api()
@@ -89,10 +105,12 @@ impl Domain {
     pub fn map(&self, at: Iova, memory: &HostSlice, writable: bool) -> Result<(), VfioError> {
         let mut state = self.0.state();
         let range = state.check(at, memory.len() as u64)?;
-        self.0
-            .iommu
-            .map(at, memory, writable)
-            .map_err(|error| self.0.explain(range, error))?;
+        match self.0.iommu.map(at, memory, writable) {
+            // By the process before, for the same borrower: its device reaches nobody else's memory if that was another
+            // range.
+            Err(error) if state.inherited && error.raw_os_error() == Some(libc::EEXIST) => {}
+            mapped => mapped.map_err(|error| self.0.explain(range, error))?,
+        }
         let _slice = memory.clone();
         state.mapped.map(range, Target::Memory { _slice })?;
         Ok(())
@@ -147,6 +165,25 @@ impl Domain {
         let inside = state.mapped.inside(AddressRange::new(at, len)?)?;
         let inside: Vec<_> = inside.iter().map(|(range, _)| *range).collect();
         self.0.unmap(&mut state, &inside)
+    }
+
+    /// Unmaps what a process that is gone has mapped, and this one has not. Returns whether there may have been any.
+    ///
+    /// # Errors
+    /// [`VfioError::Unmap`]. Call it again.
+    pub(crate) fn settle(&self) -> Result<bool, VfioError> {
+        let mut state = self.0.state();
+        if !state.inherited {
+            return Ok(false);
+        }
+        let mut from = 0;
+        for (range, _) in state.mapped.rows() {
+            self.0.unmap_between(from, range.start().get())?;
+            from = range.end().get();
+        }
+        self.0.unmap_between(from, END)?;
+        state.inherited = false;
+        Ok(true)
     }
 
     /// Unmaps everything. Continues after a failure.
@@ -251,6 +288,21 @@ impl Inner {
             }));
         }
         result
+    }
+
+    /// Unmaps whatever is mapped there.
+    fn unmap_between(&self, from: u64, to: u64) -> Result<(), VfioError> {
+        let (at, len) = (Iova::new(from), to - from);
+        if len == 0 {
+            return Ok(());
+        }
+        let unmapped = self.iommu.unmap(at, len);
+        unmapped.map(drop).map_err(|source| VfioError::Unmap {
+            at,
+            len,
+            unmapped: 0,
+            source,
+        })
     }
 
     fn unmap_all(&self, state: &mut State) -> Result<(), VfioError> {

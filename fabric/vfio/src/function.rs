@@ -13,16 +13,16 @@ use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex, IrqInfo, SetIrqs};
 use farside_pci::regs::{COMMAND, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY};
 use farside_pci::{Bdf, Description, rom};
-use vfio_bindings::bindings::vfio::{
-    VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_ROM_REGION_INDEX,
-};
+use vfio_bindings::bindings::vfio::{VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_ROM_REGION_INDEX};
 
 use crate::description::{self, Region};
+use crate::iommu::Space;
 use crate::irqs::Irqs;
-use crate::second_handle::HandleParts;
+use crate::second_handle::{FunctionInfo, HandleParts};
 use crate::{Domain, RegionMemory, VfioError, ioctl};
 
 pub(crate) use open::Handle;
+use open::irq_counts;
 pub use open::{check_free, nodes};
 
 /// A PCI function that is bound to vfio-pci and open in this process. Dropping it
@@ -35,39 +35,82 @@ pub struct Function {
     // Dropped in this order: a handle lives in its domain.
     handle: Arc<Handle>,
     domain: Domain,
-    regions: Vec<Region>,
     irqs: Mutex<Irqs>,
     counts: IrqCounts,
-    infos: [IrqInfo; 5],
-    can_reset: bool,
+    info: FunctionInfo,
     /// Two read-modify-writes of the command register at once would lose one.
     command: Mutex<()>,
 }
 
 impl Function {
     pub(crate) fn open(domain: &Domain, bdf: Bdf) -> Result<Self, VfioError> {
-        let handle = Arc::new(Handle::open(domain.iommu(), bdf)?);
-        let step = |step| move |source| VfioError::Open { bdf, step, source };
-        let flags = ioctl::device_flags(handle.file().as_fd());
-        let flags = flags.map_err(step("VFIO_DEVICE_GET_INFO"))?;
-        let regions = handle.regions();
-        let (counts, infos) = handle.irqs()?;
-        domain.joined();
-        // From here on, dropping it rolls back.
-        let function = Self {
-            irqs: Mutex::new(Irqs::new(bdf, infos)),
-            handle,
-            domain: domain.clone(),
-            regions,
-            counts,
-            infos,
-            can_reset: flags & VFIO_DEVICE_FLAGS_RESET != 0,
-            command: Mutex::default(),
-        };
+        let (handle, info) = Handle::open(domain.iommu(), bdf)?;
+        let function = Self::with(domain, handle, info, false)?;
         // The guest's command register is the backend's; the device's always
         // decodes, or accesses through a mapping would end this process.
         function.change_command(COMMAND_MEMORY | COMMAND_IO, COMMAND_MASTER)?;
         Ok(function)
+    }
+
+    /// Goes on with a function that a process had open which is gone, in its domain: with its registers, mappings and
+    /// interrupts. `parts` and the descriptors are those of a [`SecondHandle`](crate::SecondHandle).
+    ///
+    /// Until [`Function::settle`], mapping what that process has mapped has no effect but that it stays mapped.
+    ///
+    /// # Errors
+    /// [`VfioError::Unsupported`]: `parts` are of a version that did not support this.
+    pub fn adopt(parts: HandleParts, [device, space]: [OwnedFd; 2]) -> Result<Self, VfioError> {
+        let HandleParts {
+            bdf, iommu, info, ..
+        } = parts;
+        let info = info.ok_or_else(|| VfioError::Unsupported {
+            bdf,
+            problem: "the farside that has opened it hands no functions over".to_owned(),
+        })?;
+        let domain = Domain::adopt(Space::from_parts(space, iommu));
+        Self::with(&domain, Handle::adopt(bdf, device), info, true)
+    }
+
+    /// In its domain.
+    fn with(
+        domain: &Domain,
+        handle: Handle,
+        info: FunctionInfo,
+        inherited: bool,
+    ) -> Result<Self, VfioError> {
+        let counts = irq_counts(handle.bdf(), &info.irqs)?;
+        domain.joined();
+        // From here on, dropping it rolls back.
+        Ok(Self {
+            irqs: Mutex::new(Irqs::new(handle.bdf(), info.irqs, inherited)),
+            handle: Arc::new(handle),
+            domain: domain.clone(),
+            counts,
+            info,
+            command: Mutex::default(),
+        })
+    }
+
+    /// Of a function that was [adopted](Function::adopt), once what the former process had set up and is still wanted is
+    /// set up again: takes down what else there is of that one, mappings and interrupts. Returns false if that was done
+    /// before, or the function was opened here.
+    ///
+    /// # Errors
+    /// [`VfioError::Unmap`]. Call it again.
+    pub fn settle(&self) -> Result<bool, VfioError> {
+        let settles = self.domain.settle()?;
+        if settles {
+            self.irqs_state().settle(&*self.handle);
+        }
+        Ok(settles)
+    }
+
+    /// Signals each interrupt, of which one may have been lost when the function was [adopted](Function::adopt).
+    ///
+    /// # Errors
+    /// [`VfioError::Irqs`].
+    pub fn signal_interrupts(&self) -> Result<(), VfioError> {
+        self.irqs_state().signal_all(&*self.handle)
     }
 
     /// Where it is.
@@ -85,10 +128,10 @@ impl Function {
     /// # Errors
     /// [`VfioError::Access`], [`VfioError::Unsupported`].
     pub fn description(&self) -> Result<Description, VfioError> {
-        let mut config = vec![0; description::config_size(&self.regions)];
+        let mut config = vec![0; description::config_size(&self.info.regions)];
         self.config_read(0, &mut config)?;
         let bdf = self.bdf();
-        description::describe(bdf, config, &self.regions, self.counts)
+        description::describe(bdf, config, &self.info.regions, self.counts)
             .map_err(|problem| VfioError::Unsupported { bdf, problem })
     }
 
@@ -115,7 +158,7 @@ impl Function {
     /// # Errors
     /// [`VfioError::Access`].
     pub fn rom(&self) -> Result<Vec<u8>, VfioError> {
-        let region = self.regions.get(VFIO_PCI_ROM_REGION_INDEX as usize);
+        let region = self.info.regions.get(VFIO_PCI_ROM_REGION_INDEX as usize);
         let size = region.map_or(0, |region| region.size);
         let size = usize::try_from(size).ok().filter(|&size| size <= rom::MAX);
         let mut data = vec![0; size.unwrap_or(0)];
@@ -213,13 +256,14 @@ impl Function {
             bdf: self.bdf(),
             config_offset: self.file_offset(VFIO_PCI_CONFIG_REGION_INDEX, 0, 0)?,
             iommu,
+            info: Some(self.info.clone()),
         };
         Ok((parts, fds))
     }
 
     /// Whether [`Function::reset`] can work.
     pub fn can_reset(&self) -> bool {
-        self.can_reset
+        self.info.can_reset
     }
 
     /// Resets the function by the best method that does not affect others: function-level, by power
@@ -230,7 +274,7 @@ impl Function {
     /// [`VfioError::NoReset`], [`VfioError::Reset`].
     pub fn reset(&self) -> Result<(), VfioError> {
         let bdf = self.bdf();
-        if !self.can_reset {
+        if !self.info.can_reset {
             return Err(VfioError::NoReset { bdf });
         }
         ioctl::reset(self.handle.file().as_fd()).map_err(|source| VfioError::Reset { bdf, source })
@@ -265,7 +309,7 @@ impl Function {
     /// What the kernel reports for an interrupt index, `VFIO_IRQ_INFO_NORESIZE`
     /// included. ([`Function::set_irqs`] copes with that.)
     pub fn irq_info(&self, index: IrqIndex) -> IrqInfo {
-        self.infos[index as usize]
+        self.info.irqs[index as usize]
     }
 
     /// Executes a `VFIO_DEVICE_SET_IRQS` whose triggers are eventfds. The kernel signals them
@@ -342,7 +386,7 @@ impl Function {
 
     /// The region of a BAR that has `len` bytes at `offset`.
     fn bar_region(&self, bar: u8, offset: u64, len: u64) -> Result<&Region, VfioError> {
-        let region = self.regions.get(usize::from(bar)).filter(|_| bar < 6);
+        let region = self.info.regions.get(usize::from(bar)).filter(|_| bar < 6);
         let size = region.map_or(0, |region| region.size);
         let end = offset.checked_add(len).filter(|&end| end <= size);
         match (region, end) {
@@ -389,7 +433,7 @@ impl Function {
     }
 
     fn file_offset(&self, index: u32, offset: u64, len: usize) -> Result<u64, VfioError> {
-        let region = self.regions.get(index as usize);
+        let region = self.info.regions.get(index as usize);
         let size = region.map_or(0, |region| region.size);
         let end = offset.checked_add(len as u64).filter(|&end| end <= size);
         match (region, end) {

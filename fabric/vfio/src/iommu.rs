@@ -4,13 +4,14 @@
 use std::fs::File;
 use std::io;
 use std::mem::size_of;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use farside_fabric::memory::HostSlice;
 use farside_fabric::{Iova, PAGE_SIZE};
 use iommufd_bindings::iommufd::{
-    iommu_ioas_map, iommu_ioas_unmap, iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA,
+    iommu_ioas_map, iommu_ioas_map_file, iommu_ioas_unmap,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA,
     iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE,
     iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE,
 };
@@ -23,57 +24,140 @@ use crate::second_handle::IommuParts;
 use crate::usable::{Capabilities, UsableIova};
 use crate::{Api, RegionMemory, VfioError};
 
-/// A container, or an I/O address space.
-pub(crate) enum Iommu {
-    Type1(Arc<VfioContainer>),
-    Iommufd(Arc<VfioIommufd>),
+/// The container or I/O address space of a domain.
+pub(crate) struct Iommu {
+    space: Space,
+    /// For opening functions in it: only in the process that has created it.
+    ops: Option<Arc<dyn VfioOps>>,
 }
 
-impl Iommu {
-    pub(crate) fn new(api: Api) -> Result<Self, VfioError> {
-        let refused = |reason: String| VfioError::OpenDomain { api, reason };
-        match api {
-            Api::Type1 => VfioContainer::new(None)
-                .map(|container| Self::Type1(Arc::new(container)))
-                .map_err(|error| refused(format!("{error}{}", open_hint(&error)))),
-            Api::Iommufd => IommuFd::new()
-                .map_err(|error| refused(format!("{error} (CONFIG_IOMMUFD)")))
-                .and_then(|iommufd| {
-                    VfioIommufd::new(Arc::new(iommufd), None, None)
-                        .map_err(|error| refused(with_causes(&error)))
-                })
-                .map(|ioas| Self::Iommufd(Arc::new(ioas))),
+/// A container or I/O address space, by a descriptor that processes can share.
+pub(crate) enum Space {
+    Type1(File),
+    Iommufd { iommufd: IommuFd, ioas: u32 },
+}
+
+impl Space {
+    /// From what [`Iommu::share`] has returned.
+    pub(crate) fn from_parts(fd: OwnedFd, parts: IommuParts) -> Self {
+        match parts {
+            IommuParts::Type1 => Self::Type1(fd.into()),
+            IommuParts::Iommufd { ioas } => Self::Iommufd {
+                iommufd: IommuFd::new_from_fd(fd.into()),
+                ioas,
+            },
         }
     }
 
     pub(crate) fn api(&self) -> Api {
         match self {
             Self::Type1(_) => Api::Type1,
-            Self::Iommufd(_) => Api::Iommufd,
+            Self::Iommufd { .. } => Api::Iommufd,
         }
+    }
+
+    /// A duplicate of its descriptor.
+    pub(crate) fn share(&self) -> io::Result<OwnedFd> {
+        match self {
+            Self::Type1(container) => container.try_clone().map(OwnedFd::from),
+            Self::Iommufd { iommufd, .. } => ioctl::borrow(iommufd).try_clone_to_owned(),
+        }
+    }
+
+    /// Unmaps all mappings inside the `len` bytes at `at`; returns how many
+    /// bytes that were.
+    fn unmap(&self, at: Iova, len: u64) -> io::Result<u64> {
+        match self {
+            Self::Type1(container) => ioctl::unmap_dma(container.as_fd(), at, len),
+            Self::Iommufd { iommufd, ioas } => {
+                let mut unmap = iommu_ioas_unmap {
+                    size: size_of::<iommu_ioas_unmap>() as u32,
+                    ioas_id: *ioas,
+                    iova: at.get(),
+                    length: len,
+                };
+                match iommufd.unmap_iommu_ioas(&mut unmap).map_err(io_error) {
+                    // Nothing is mapped there.
+                    Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(0),
+                    unmapped => unmapped.map(|()| unmap.length),
+                }
+            }
+        }
+    }
+
+    /// Unmaps everything, whichever process has mapped it (type1: Linux 6.0).
+    pub(crate) fn unmap_all(&self) -> io::Result<()> {
+        match self {
+            Self::Type1(container) => ioctl::unmap_dma_all(container.as_fd()),
+            Self::Iommufd { .. } => self.unmap(Iova::new(0), u64::MAX).map(drop),
+        }
+    }
+}
+
+impl Iommu {
+    pub(crate) fn new(api: Api) -> Result<Self, VfioError> {
+        let refused = |reason: String| VfioError::OpenDomain { api, reason };
+        let shared = |fd: BorrowedFd<'_>| {
+            let fd = fd.try_clone_to_owned();
+            fd.map_err(|error| refused(error.to_string()))
+        };
+        match api {
+            Api::Type1 => {
+                let container = VfioContainer::new(None)
+                    .map_err(|error| refused(format!("{error}{}", open_hint(&error))))?;
+                let space =
+                    Space::from_parts(shared(ioctl::borrow(&container))?, IommuParts::Type1);
+                let ops: Arc<dyn VfioOps> = Arc::new(container);
+                Ok(Self {
+                    space,
+                    ops: Some(ops),
+                })
+            }
+            Api::Iommufd => {
+                let iommufd =
+                    IommuFd::new().map_err(|error| refused(format!("{error} (CONFIG_IOMMUFD)")))?;
+                let ioas = VfioIommufd::new(Arc::new(iommufd), None, None)
+                    .map_err(|error| refused(with_causes(&error)))?;
+                let parts = IommuParts::Iommufd {
+                    ioas: ioas.ioas().id(),
+                };
+                let space = Space::from_parts(shared(ioctl::borrow(&**ioas.iommufd()))?, parts);
+                let ops: Arc<dyn VfioOps> = Arc::new(ioas);
+                Ok(Self {
+                    space,
+                    ops: Some(ops),
+                })
+            }
+        }
+    }
+
+    /// That of another process, with its mappings.
+    pub(crate) fn adopt(space: Space) -> Self {
+        Self { space, ops: None }
+    }
+
+    pub(crate) fn api(&self) -> Api {
+        self.space.api()
     }
 
     /// Its descriptor, for another process, which finds the rest in the returned parts.
     pub(crate) fn share(&self) -> io::Result<(OwnedFd, IommuParts)> {
-        Ok(match self {
-            Self::Type1(container) => {
-                let fd = ioctl::borrow(&**container).try_clone_to_owned()?;
-                (fd, IommuParts::Type1)
-            }
-            Self::Iommufd(ioas) => {
-                let fd = ioctl::borrow(&**ioas.iommufd()).try_clone_to_owned()?;
-                let ioas = ioas.ioas().id();
-                (fd, IommuParts::Iommufd { ioas })
-            }
-        })
+        let parts = match &self.space {
+            Space::Type1(_) => IommuParts::Type1,
+            Space::Iommufd { ioas, .. } => IommuParts::Iommufd { ioas: *ioas },
+        };
+        Ok((self.space.share()?, parts))
     }
 
     /// For opening functions in it.
-    pub(crate) fn ops(&self) -> Arc<dyn VfioOps> {
-        match self {
-            Self::Type1(container) => Arc::clone(container) as _,
-            Self::Iommufd(ioas) => Arc::clone(ioas) as _,
-        }
+    ///
+    /// # Errors
+    /// It is that of another process.
+    pub(crate) fn ops(&self) -> Result<Arc<dyn VfioOps>, VfioError> {
+        self.ops.clone().ok_or_else(|| VfioError::OpenDomain {
+            api: self.api(),
+            reason: "it is another process's".to_owned(),
+        })
     }
 
     /// Maps all of `memory` at `at`. The caller keeps a clone of `memory` until
@@ -93,34 +177,43 @@ impl Iommu {
         offset: u64,
         len: u64,
     ) -> io::Result<()> {
-        match self {
-            Self::Type1(_) => {
+        match &self.space {
+            Space::Type1(_) => {
                 let from = region.as_ptr().wrapping_add(offset as usize);
                 self.map_address(at, len, from, true)
             }
             // The kernel pins no BAR by its address here, and needs none: a
             // dma-buf names it.
-            Self::Iommufd(ioas) => {
+            Space::Iommufd { iommufd, ioas } => {
                 let buffer: File =
                     region
                         .handle()
                         .export(region.bar(), region.offset() + offset, len)?;
-                ioas.ioas()
-                    .map_file(buffer.as_raw_fd(), 0, len, at.get(), true)
-                    .map_err(io_error)
+                let map = iommu_ioas_map_file {
+                    size: size_of::<iommu_ioas_map_file>() as u32,
+                    flags: iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA
+                        | iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE
+                        | iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE,
+                    ioas_id: *ioas,
+                    fd: buffer.as_raw_fd(),
+                    start: 0,
+                    length: len,
+                    iova: at.get(),
+                };
+                iommufd.map_iommu_ioas_file(&map).map_err(io_error)
             }
         }
     }
 
     fn map_address(&self, at: Iova, len: u64, from: *mut u8, writable: bool) -> io::Result<()> {
-        match self {
-            Self::Type1(container) => {
+        match &self.space {
+            Space::Type1(container) => {
                 // SAFETY: `from` is in a `SharedMemory` or a `RegionMemory`, both
                 // mappings without references into them, and the caller keeps them
                 // until it is unmapped.
-                unsafe { ioctl::map_dma(ioctl::borrow(&**container), at, len, from, writable) }
+                unsafe { ioctl::map_dma(container.as_fd(), at, len, from, writable) }
             }
-            Self::Iommufd(ioas) => {
+            Space::Iommufd { iommufd, ioas } => {
                 let write = match writable {
                     true => iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE,
                     false => 0,
@@ -130,13 +223,13 @@ impl Iommu {
                     flags: iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA
                         | iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE
                         | write,
-                    ioas_id: ioas.ioas().id(),
+                    ioas_id: *ioas,
                     user_va: from as u64,
                     length: len,
                     iova: at.get(),
                     ..Default::default()
                 };
-                ioas.iommufd().map_iommu_ioas(&map).map_err(io_error)
+                iommufd.map_iommu_ioas(&map).map_err(io_error)
             }
         }
     }
@@ -144,29 +237,14 @@ impl Iommu {
     /// Unmaps all mappings inside the `len` bytes at `at`; returns how many
     /// bytes that were.
     pub(crate) fn unmap(&self, at: Iova, len: u64) -> io::Result<u64> {
-        match self {
-            Self::Type1(container) => ioctl::unmap_dma(ioctl::borrow(&**container), at, len),
-            Self::Iommufd(ioas) => {
-                let mut unmap = iommu_ioas_unmap {
-                    size: size_of::<iommu_ioas_unmap>() as u32,
-                    ioas_id: ioas.ioas().id(),
-                    iova: at.get(),
-                    length: len,
-                };
-                ioas.iommufd()
-                    .unmap_iommu_ioas(&mut unmap)
-                    .map_err(io_error)?;
-                Ok(unmap.length)
-            }
-        }
+        self.space.unmap(at, len)
     }
 
     /// Its capabilities, with its current functions.
     pub(crate) fn capabilities(&self) -> Result<Capabilities, VfioError> {
-        match self {
-            Self::Type1(container) => {
-                let answer =
-                    ioctl::iommu_info(ioctl::borrow(&**container)).map_err(VfioError::Info)?;
+        match &self.space {
+            Space::Type1(container) => {
+                let answer = ioctl::iommu_info(container.as_fd()).map_err(VfioError::Info)?;
                 Capabilities::from_type1(&answer).ok_or_else(|| {
                     VfioError::Info(io::Error::new(
                         io::ErrorKind::InvalidData,
@@ -174,10 +252,10 @@ impl Iommu {
                     ))
                 })
             }
-            Self::Iommufd(ioas) => {
-                let iommufd = ioctl::borrow(&**ioas.iommufd());
+            Space::Iommufd { iommufd, ioas } => {
+                let iommufd = ioctl::borrow(iommufd);
                 let (ranges, alignment) =
-                    ioctl::ioas_ranges(iommufd, ioas.ioas().id()).map_err(VfioError::Info)?;
+                    ioctl::ioas_ranges(iommufd, *ioas).map_err(VfioError::Info)?;
                 Ok(Capabilities {
                     // It reports the smallest only; it uses larger ones where it
                     // can.

@@ -31,6 +31,8 @@ pub(crate) trait Kernel {
 pub(crate) struct Irqs {
     bdf: Bdf,
     tables: [VectorTable; 5],
+    /// The kernel may have enabled one for a process that is gone.
+    inherited: bool,
 }
 
 /// One interrupt index.
@@ -64,8 +66,8 @@ impl Vector {
 }
 
 impl Irqs {
-    /// Nothing is enabled.
-    pub(crate) fn new(bdf: Bdf, infos: [IrqInfo; 5]) -> Self {
+    /// Nothing is enabled, unless that is `inherited` from a process that is gone.
+    pub(crate) fn new(bdf: Bdf, infos: [IrqInfo; 5], inherited: bool) -> Self {
         let tables = IrqIndex::ALL.map(|index| {
             let info = infos[index as usize];
             VectorTable {
@@ -76,7 +78,11 @@ impl Irqs {
                 vectors: Vec::new(),
             }
         });
-        Self { bdf, tables }
+        Self {
+            bdf,
+            tables,
+            inherited,
+        }
     }
 
     /// Executes a request. An error rolls back, as far as the kernel allows.
@@ -87,6 +93,9 @@ impl Irqs {
     ) -> Result<(), VfioError> {
         let range = request.range();
         let index = range.index();
+        if range.count() != 0 && matches!(request.data(), IrqData::Targets(_)) {
+            self.disable_inherited(kernel, index);
+        }
         let (bdf, table) = (self.bdf, &mut self.tables[index as usize]);
         let start = usize::from(range.start());
         let done = match (request.action(), request.data()) {
@@ -101,7 +110,7 @@ impl Irqs {
                         }
                     })
                     .collect::<Result<Vec<_>, _>>()?;
-                table.set_triggers(kernel, start, triggers)
+                table.set_triggers(kernel, start, triggers, self.inherited)
             }
             // A software trigger, to test the path.
             (Action::Trigger, IrqData::None) => {
@@ -136,6 +145,46 @@ impl Irqs {
         })
     }
 
+    /// Disables what is not enabled here, but for a process that is gone, as `index` is about to be enabled: the kernel
+    /// enables one of INTx, MSI and MSI-X.
+    fn disable_inherited(&self, kernel: &dyn Kernel, index: IrqIndex) {
+        let others = self.tables.iter().filter(|table| {
+            self.inherited
+                && table.is_of_device()
+                && table.enabled.is_none()
+                && table.index != index
+        });
+        for table in others {
+            // Fails if another one is enabled.
+            let _ = table.send(kernel, wire::SET_ACTION_TRIGGER, 0, IrqSetData::All(0));
+        }
+    }
+
+    /// What was enabled for a process that is gone is disabled, if it was not enabled here since.
+    pub(crate) fn settle(&mut self, kernel: &dyn Kernel) {
+        self.disable_inherited(kernel, IrqIndex::Req);
+        self.inherited = false;
+    }
+
+    /// Signals the eventfd of each vector, as if the function had raised it: a masked one becomes pending.
+    pub(crate) fn signal_all(&self, kernel: &dyn Kernel) -> Result<(), VfioError> {
+        for table in self.tables.iter().filter(|table| table.is_of_device()) {
+            let Some(enabled) = table.enabled else {
+                continue;
+            };
+            let all = IrqSetData::All(enabled as u32);
+            let sent = table.send(kernel, wire::SET_ACTION_TRIGGER, 0, all);
+            sent.map_err(|source| VfioError::Irqs {
+                bdf: self.bdf,
+                index: table.index,
+                start: 0,
+                end: enabled as u16,
+                source,
+            })?;
+        }
+        Ok(())
+    }
+
     /// Disables every index; logs failures.
     pub(crate) fn disable_all(&mut self, kernel: &dyn Kernel) {
         for table in &mut self.tables {
@@ -166,6 +215,11 @@ impl VectorTable {
         })
     }
 
+    /// Whether the function raises them, and not the kernel.
+    fn is_of_device(&self) -> bool {
+        self.has_messages() || self.index == IrqIndex::Intx
+    }
+
     /// Whether the index is of single vectors that the kernel allocates.
     fn has_messages(&self) -> bool {
         matches!(self.index, IrqIndex::Msi | IrqIndex::Msix)
@@ -185,6 +239,7 @@ impl VectorTable {
         kernel: &dyn Kernel,
         start: usize,
         triggers: Vec<Option<IrqEventFd>>,
+        inherited: bool,
     ) -> io::Result<()> {
         let end = start + triggers.len();
         let before = self.vectors.clone();
@@ -197,7 +252,15 @@ impl VectorTable {
         let result = match self.enabled {
             Some(enabled) if self.no_resize && end > enabled => self.enable_again(kernel, &before),
             Some(enabled) => self.tell(kernel, start, end, enabled),
-            None => self.enable(kernel),
+            None => match self.enable(kernel) {
+                // For a process that is gone, with fewer vectors.
+                Err(_) if inherited => {
+                    // Fails if it was not.
+                    let _ = self.send(kernel, wire::SET_ACTION_TRIGGER, 0, IrqSetData::All(0));
+                    self.enable(kernel)
+                }
+                enabled => enabled,
+            },
         };
         if result.is_err() {
             self.vectors = before;

@@ -4,23 +4,19 @@ use std::{
     fmt,
     fs::File,
     io,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::fs::FileExt,
-    },
+    os::{fd::OwnedFd, unix::fs::FileExt},
 };
 
 use farside_error_chain::Chain;
 use farside_fabric::Iova;
+use farside_irq_relay::IrqInfo;
 use farside_pci::{
     Bdf,
     regs::{COMMAND, COMMAND_MASTER},
 };
-use iommufd_bindings::iommufd::iommu_ioas_unmap;
-use iommufd_ioctls::IommuFd;
 use serde::{Deserialize, Serialize};
 
-use crate::{Api, VfioError, function::check_free, ioctl, iommu::io_error};
+use crate::{Api, Region, VfioError, function::check_free, iommu::Space};
 
 /// What a [`SecondHandle`] is made of, beside its descriptors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -29,6 +25,17 @@ pub struct HandleParts {
     /// Where the function's configuration space is in its descriptor.
     pub(crate) config_offset: u64,
     pub(crate) iommu: IommuParts,
+    /// For [`Function::adopt`](crate::Function::adopt). A former version has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) info: Option<FunctionInfo>,
+}
+
+/// What the kernel reports of a function.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct FunctionInfo {
+    pub(crate) regions: Vec<Region>,
+    pub(crate) irqs: [IrqInfo; 5],
+    pub(crate) can_reset: bool,
 }
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -44,12 +51,7 @@ pub(crate) enum IommuParts {
 pub struct SecondHandle {
     parts: HandleParts,
     device: File,
-    iommu: Container,
-}
-
-enum Container {
-    Type1(File),
-    Iommufd { iommufd: IommuFd, ioas: u32 },
+    space: Space,
 }
 
 impl SecondHandle {
@@ -63,18 +65,26 @@ impl SecondHandle {
 
     /// From what [`Function::share`](crate::Function::share) has returned.
     pub fn new(parts: HandleParts, [device, iommu]: [OwnedFd; 2]) -> Self {
-        let iommu = match parts.iommu {
-            IommuParts::Type1 => Container::Type1(iommu.into()),
-            IommuParts::Iommufd { ioas } => Container::Iommufd {
-                iommufd: IommuFd::new_from_fd(iommu.into()),
-                ioas,
-            },
-        };
         Self {
+            space: Space::from_parts(iommu, parts.iommu),
             parts,
             device: device.into(),
-            iommu,
         }
+    }
+
+    /// Whether [`Function::adopt`](crate::Function::adopt) can go on with the function.
+    pub fn can_be_adopted(&self) -> bool {
+        self.parts.info.is_some()
+    }
+
+    /// The same for another process: see [`Function::adopt`](crate::Function::adopt).
+    ///
+    /// # Errors
+    /// The system is out of descriptors.
+    pub fn share(&self) -> io::Result<(HandleParts, [OwnedFd; 2])> {
+        let device = self.device.try_clone()?.into();
+        let space = self.space.share()?;
+        Ok((self.parts.clone(), [device, space]))
     }
 
     /// Disables bus mastering and unmaps everything from the function's domain. No DMA reaches
@@ -96,16 +106,9 @@ impl SecondHandle {
     /// # Errors
     /// As [`Function::close`](crate::Function::close).
     pub fn close(self) -> Result<(), VfioError> {
-        let (bdf, api) = (self.parts.bdf, self.api());
+        let (bdf, api) = (self.parts.bdf, self.space.api());
         drop(self);
         check_free(bdf, api)
-    }
-
-    fn api(&self) -> Api {
-        match self.iommu {
-            Container::Type1(_) => Api::Type1,
-            Container::Iommufd { .. } => Api::Iommufd,
-        }
     }
 
     fn disable_bus_master(&self) -> io::Result<()> {
@@ -117,28 +120,12 @@ impl SecondHandle {
     }
 
     fn unmap_all(&self) -> Result<(), VfioError> {
-        let failed = |source| VfioError::Unmap {
+        self.space.unmap_all().map_err(|source| VfioError::Unmap {
             at: Iova::new(0),
             len: u64::MAX,
             unmapped: 0,
             source,
-        };
-        match &self.iommu {
-            Container::Type1(container) => ioctl::unmap_dma_all(container.as_fd()).map_err(failed),
-            Container::Iommufd { iommufd, ioas } => {
-                let mut unmap = iommu_ioas_unmap {
-                    size: size_of::<iommu_ioas_unmap>() as u32,
-                    ioas_id: *ioas,
-                    iova: 0,
-                    length: u64::MAX,
-                };
-                match iommufd.unmap_iommu_ioas(&mut unmap).map_err(io_error) {
-                    // Nothing is mapped.
-                    Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
-                    unmapped => unmapped.map_err(failed),
-                }
-            }
-        }
+        })
     }
 }
 

@@ -3,18 +3,21 @@
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use farside_irq_relay::{IrqCounts, IrqIndex, IrqInfo};
 use farside_pci::Bdf;
 use vfio_bindings::bindings::vfio::{
-    VFIO_PCI_BAR0_REGION_INDEX, VFIO_PCI_CONFIG_REGION_INDEX, VFIO_REGION_INFO_FLAG_MMAP,
+    VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_BAR0_REGION_INDEX, VFIO_PCI_CONFIG_REGION_INDEX,
+    VFIO_REGION_INFO_FLAG_MMAP,
 };
 use vfio_ioctls::{VfioDevice, VfioError as Refusal, VfioRegionDmaRange, VfioRegionInfoCap};
 
 use crate::description::Region;
 use crate::iommu::{Iommu, with_causes};
+use crate::second_handle::FunctionInfo;
 use crate::{Api, VfioError, ioctl};
 
 /// The shared open descriptor of a function.
@@ -27,12 +30,12 @@ pub(crate) struct Handle {
 /// The device of `vfio-ioctls`, whose drop may panic.
 struct Device {
     bdf: Bdf,
-    /// Present until the drop.
+    /// Of the process that has opened it, until the drop.
     inner: Option<VfioDevice>,
 }
 
 impl Handle {
-    pub(crate) fn open(iommu: &Iommu, bdf: Bdf) -> Result<Self, VfioError> {
+    pub(crate) fn open(iommu: &Iommu, bdf: Bdf) -> Result<(Self, FunctionInfo), VfioError> {
         let directory = sysfs(bdf);
         if !directory.exists() {
             return Err(VfioError::NoFunction { bdf });
@@ -41,21 +44,33 @@ impl Handle {
             Api::Type1 => group_node(bdf)?,
             Api::Iommufd => device_node(bdf)?,
         };
-        let device = VfioDevice::new(&directory, iommu.ops(), true)
+        let device = VfioDevice::new(&directory, iommu.ops()?, true)
             .map_err(|error| explain(bdf, &node, error))?;
+        let step = |step| move |source| VfioError::Open { bdf, step, source };
         let file = ioctl::borrow(&device).try_clone_to_owned();
-        let file = file.map_err(|source| VfioError::Open {
-            bdf,
-            step: "duplicating its descriptor",
-            source,
-        })?;
-        Ok(Self {
+        let file = file.map_err(step("duplicating its descriptor"))?;
+        let flags = ioctl::device_flags(file.as_fd());
+        let info = FunctionInfo {
+            regions: regions(&device),
+            irqs: irqs(&device),
+            can_reset: flags.map_err(step("VFIO_DEVICE_GET_INFO"))? & VFIO_DEVICE_FLAGS_RESET != 0,
+        };
+        let handle = Self {
             file: file.into(),
             device: Device {
                 bdf,
                 inner: Some(device),
             },
-        })
+        };
+        Ok((handle, info))
+    }
+
+    /// That of another process, by its descriptor.
+    pub(crate) fn adopt(bdf: Bdf, device: OwnedFd) -> Self {
+        Self {
+            file: device.into(),
+            device: Device { bdf, inner: None },
+        }
     }
 
     pub(crate) fn bdf(&self) -> Bdf {
@@ -66,71 +81,14 @@ impl Handle {
         &self.file
     }
 
-    fn device(&self) -> &VfioDevice {
-        let device = self.device.inner.as_ref();
-        device.expect("only the drop takes the device out")
-    }
-
-    /// BARs 0 to 5, the expansion ROM and configuration space, by index.
-    pub(crate) fn regions(&self) -> Vec<Region> {
-        let device = self.device();
-        (VFIO_PCI_BAR0_REGION_INDEX..=VFIO_PCI_CONFIG_REGION_INDEX)
-            .map(|index| Region {
-                can_map: device.get_region_flags(index) & VFIO_REGION_INFO_FLAG_MMAP != 0,
-                size: device.get_region_size(index),
-                file_offset: device.get_region_offset(index),
-                sparse: device
-                    .get_region_caps(index)
-                    .into_iter()
-                    .find_map(|cap| match cap {
-                        VfioRegionInfoCap::SparseMmap(sparse) => Some(sparse.areas),
-                        _ => None,
-                    })
-                    .map(|areas| areas.iter().map(|area| (area.offset, area.size)).collect()),
-            })
-            .collect()
-    }
-
-    /// Vector count of each interrupt index, and the kernel's flags for it.
-    pub(crate) fn irqs(&self) -> Result<(IrqCounts, [IrqInfo; 5]), VfioError> {
-        let infos = IrqIndex::ALL.map(|index| {
-            let irq = self.device().get_irq_info(index as u32);
-            IrqInfo {
-                flags: irq.map_or(0, |irq| irq.flags),
-                count: irq.map_or(0, |irq| irq.count),
-            }
-        });
-        let vectors = |index: IrqIndex| u16::try_from(infos[index as usize].count);
-        let there = |index: IrqIndex| infos[index as usize].count != 0;
-        let unsupported = |problem: String| VfioError::Unsupported {
-            bdf: self.bdf(),
-            problem,
-        };
-        let too_many = || unsupported("the kernel reports more than 65535 vectors".to_owned());
-        let mut counts = IrqCounts::new();
-        if there(IrqIndex::Intx) {
-            counts = counts.with_intx();
-        }
-        if there(IrqIndex::Err) {
-            counts = counts.with_err();
-        }
-        if there(IrqIndex::Req) {
-            counts = counts.with_req();
-        }
-        let msi = vectors(IrqIndex::Msi).map_err(|_| too_many())?;
-        let msix = vectors(IrqIndex::Msix).map_err(|_| too_many())?;
-        counts = counts
-            .with_msi(msi)
-            .and_then(|counts| counts.with_msix(msix))
-            .map_err(|error| unsupported(error.to_string()))?;
-        Ok((counts, infos))
-    }
-
     /// A dma-buf of a part of a BAR.
     pub(crate) fn export(&self, bar: u8, offset: u64, length: u64) -> io::Result<File> {
+        let Some(device) = &self.device.inner else {
+            return Err(io::Error::other("another process has opened the function"));
+        };
         let ranges = [VfioRegionDmaRange { offset, length }];
         let flags = (libc::O_RDWR | libc::O_CLOEXEC) as u32;
-        match self.device().export_dma_buf(bar.into(), &ranges, flags) {
+        match device.export_dma_buf(bar.into(), &ranges, flags) {
             Ok(Some(buffer)) => Ok(buffer),
             Ok(None) => Err(io::Error::new(
                 io::ErrorKind::Unsupported,
@@ -145,9 +103,65 @@ impl Handle {
     }
 }
 
+/// BARs 0 to 5, the expansion ROM and configuration space, by index.
+fn regions(device: &VfioDevice) -> Vec<Region> {
+    (VFIO_PCI_BAR0_REGION_INDEX..=VFIO_PCI_CONFIG_REGION_INDEX)
+        .map(|index| Region {
+            can_map: device.get_region_flags(index) & VFIO_REGION_INFO_FLAG_MMAP != 0,
+            size: device.get_region_size(index),
+            file_offset: device.get_region_offset(index),
+            sparse: device
+                .get_region_caps(index)
+                .into_iter()
+                .find_map(|cap| match cap {
+                    VfioRegionInfoCap::SparseMmap(sparse) => Some(sparse.areas),
+                    _ => None,
+                })
+                .map(|areas| areas.iter().map(|area| (area.offset, area.size)).collect()),
+        })
+        .collect()
+}
+
+/// What the kernel reports of each interrupt index.
+fn irqs(device: &VfioDevice) -> [IrqInfo; 5] {
+    IrqIndex::ALL.map(|index| {
+        let irq = device.get_irq_info(index as u32);
+        IrqInfo {
+            flags: irq.map_or(0, |irq| irq.flags),
+            count: irq.map_or(0, |irq| irq.count),
+        }
+    })
+}
+
+/// The number of vectors at each interrupt index.
+pub(crate) fn irq_counts(bdf: Bdf, infos: &[IrqInfo; 5]) -> Result<IrqCounts, VfioError> {
+    let vectors = |index: IrqIndex| u16::try_from(infos[index as usize].count);
+    let there = |index: IrqIndex| infos[index as usize].count != 0;
+    let unsupported = |problem: String| VfioError::Unsupported { bdf, problem };
+    let too_many = || unsupported("the kernel reports more than 65535 vectors".to_owned());
+    let mut counts = IrqCounts::new();
+    if there(IrqIndex::Intx) {
+        counts = counts.with_intx();
+    }
+    if there(IrqIndex::Err) {
+        counts = counts.with_err();
+    }
+    if there(IrqIndex::Req) {
+        counts = counts.with_req();
+    }
+    let msi = vectors(IrqIndex::Msi).map_err(|_| too_many())?;
+    let msix = vectors(IrqIndex::Msix).map_err(|_| too_many())?;
+    counts
+        .with_msi(msi)
+        .and_then(|counts| counts.with_msix(msix))
+        .map_err(|error| unsupported(error.to_string()))
+}
+
 impl Drop for Device {
     fn drop(&mut self) {
-        let device = self.inner.take();
+        let Some(device) = self.inner.take() else {
+            return;
+        };
         // It reads the function's group from sysfs once more, and panics when
         // the function is gone by then. Its descriptor is closed before that,
         // and the rest of it on unwinding.

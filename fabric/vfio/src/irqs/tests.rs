@@ -21,6 +21,8 @@ struct FakeKernel {
 struct State {
     /// The index in use, and its vectors' descriptors; -1 is none.
     enabled: Option<(u32, Vec<i32>)>,
+    /// Vectors that were signalled.
+    signalled: u32,
     calls: usize,
 }
 
@@ -34,6 +36,11 @@ impl FakeKernel {
     }
 
     fn irqs(&self) -> Irqs {
+        self.irqs_of(false)
+    }
+
+    /// `inherited` from a process that is gone, or not.
+    fn irqs_of(&self, inherited: bool) -> Irqs {
         let info = |count: u16, flags| IrqInfo {
             flags,
             count: count.into(),
@@ -50,7 +57,7 @@ impl FakeKernel {
             info(0, 0),
             info(0, 0),
         ];
-        Irqs::new("0000:00:04.0".parse().unwrap(), infos)
+        Irqs::new("0000:00:04.0".parse().unwrap(), infos, inherited)
     }
 
     /// Number of the descriptor that a vector signals.
@@ -101,6 +108,9 @@ impl Kernel for FakeKernel {
                 state.enabled = Some((set.index, new));
             }
             _ if is_enabled.is_none() => return invalid(),
+            IrqSetData::All(count) if set.action == wire::SET_ACTION_TRIGGER => {
+                state.signalled += count;
+            }
             _ => {}
         }
         Ok(())
@@ -138,6 +148,44 @@ fn disable(index: IrqIndex) -> SetIrqs {
 
 fn raw(fd: &IrqEventFd) -> Option<i32> {
     Some(fd.as_fd().as_raw_fd())
+}
+
+#[test]
+fn the_next_process_signals_the_vectors_that_it_has_set_up() {
+    for (no_resize, before, now) in [(true, 1, 3), (true, 3, 1), (false, 1, 3), (false, 3, 1)] {
+        let kernel = FakeKernel::new(no_resize, 64);
+        let fds: Vec<_> = (0..3).map(|_| Some(IrqEventFd::new().unwrap())).collect();
+        let request = |count| triggers(IrqIndex::Msi, 0, &fds[..count]);
+        kernel.irqs().apply(&kernel, &request(before)).unwrap();
+        let mut next = kernel.irqs_of(true);
+        next.apply(&kernel, &request(now)).unwrap();
+        next.settle(&kernel);
+        assert_eq!(kernel.signals(now - 1), raw(fds[now - 1].as_ref().unwrap()));
+        assert_eq!(kernel.state.borrow().signalled, 0);
+        next.signal_all(&kernel).unwrap();
+        assert_eq!(kernel.state.borrow().signalled, now as u32);
+    }
+}
+
+#[test]
+fn what_the_next_process_does_not_set_up_is_disabled() {
+    let kernel = FakeKernel::new(true, 64);
+    let fd = [Some(IrqEventFd::new().unwrap())];
+    let enable = || {
+        let request = triggers(IrqIndex::Msix, 0, &fd);
+        kernel.irqs().apply(&kernel, &request).unwrap();
+    };
+    enable();
+    kernel.irqs_of(true).settle(&kernel);
+    assert_eq!(kernel.state.borrow().enabled, None);
+    enable();
+    // The kernel enables one kind.
+    let mut next = kernel.irqs_of(true);
+    next.apply(&kernel, &triggers(IrqIndex::Intx, 0, &fd))
+        .unwrap();
+    next.settle(&kernel);
+    let enabled = kernel.state.borrow().enabled.as_ref().map(|it| it.0);
+    assert_eq!(enabled, Some(IrqIndex::Intx as u32));
 }
 
 #[test]

@@ -26,7 +26,8 @@ struct Hardware {
 
 impl LocalPath {
     /// A path for `function`, in the domain that it was opened in. That domain
-    /// must be this borrow's alone, and empty.
+    /// must be this borrow's alone, and empty, or the function be [adopted](Function::adopt): then mappings of the
+    /// process before stay until bus mastering is set for the first time.
     pub fn new(function: Arc<Function>) -> Self {
         let domain = function.domain().clone();
         Self {
@@ -107,7 +108,17 @@ impl Mapper for Hardware {
     }
 
     fn set_bus_master(&mut self, enabled: bool) -> Result<(), FabricError> {
-        Ok(self.function.set_bus_master(enabled)?)
+        if !enabled {
+            self.function.set_bus_master(false)?;
+        }
+        let was_adopted = self.function.settle()?;
+        if enabled {
+            self.function.set_bus_master(true)?;
+        }
+        if enabled && was_adopted {
+            self.function.signal_interrupts()?;
+        }
+        Ok(())
     }
 }
 
