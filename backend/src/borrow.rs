@@ -145,6 +145,8 @@ pub(crate) struct Setup {
     pub(crate) intx_disable: bool,
     /// Its DMA mappings.
     pub(crate) memory: DmaTable,
+    /// The guest has enabled bus mastering.
+    pub(crate) may_dma: bool,
 }
 
 impl Setup {

@@ -273,6 +273,7 @@ impl Device {
             irqs: self.vectors.configuration(MAX_FDS as u16),
             intx_disable: self.config.intx_disabled(),
             memory: self.memory.clone(),
+            may_dma: self.config.may_dma(),
         }
     }
 

@@ -353,10 +353,10 @@ fn lend(
         }) if !registry.can_go_on(&device, transport) => Err(chains::ended(
             &device,
             &vm,
-            "it has no medium that can be identified",
+            "it has no medium that can be identified, nor a process that can be followed",
         )),
         Some(going) if registry.can_go_on(&device, transport) || !keeps_state => {
-            let granted = registry.grant_medium(&device, &vm, fence, going);
+            let granted = registry.grant_medium(&device, (&vm, transport), fence, going);
             granted.map(|(grant, chain)| (grant, Some(chain)))
         }
         _ => registry

@@ -198,7 +198,10 @@ impl DeviceLoop {
     fn wait_for_lease(&mut self, source: &mut dyn Available) -> Option<Lease> {
         loop {
             // No lease has to end first.
-            self.answer_handovers(source, |_| true);
+            if !self.handovers.is_empty() {
+                source.let_go();
+                self.answer_handovers(source, |_| true);
+            }
             if let Ok(request) = self.requests.try_recv() {
                 match self.take_request(request, Device::Available(source)) {
                     Some(lease) => {
@@ -226,7 +229,9 @@ impl DeviceLoop {
                 return None;
             }
             let has_left = fds.get(2).is_some_and(|fd| !fd.revents().is_empty());
-            if let Some((_, generation)) = self.kept.take_if(|_| has_left) {
+            if let Some((_borrower, generation)) = self.kept.take_if(|_| has_left) {
+                // Before its connection is closed, which tells it so.
+                source.let_go();
                 // Whom it was kept for can cause that at any rate.
                 let line = format!(
                     "device {}: its borrower has gone, for whom it was kept",
@@ -282,6 +287,13 @@ impl DeviceLoop {
                         }
                     }
                 });
+                None
+            }
+            DeviceRequest::LetGo(done) => {
+                if let Device::Available(source) = device {
+                    source.let_go();
+                }
+                drop(done);
                 None
             }
             // Only workers serve leases that go on.

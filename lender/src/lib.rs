@@ -43,6 +43,7 @@ mod registry;
 mod requests;
 mod server;
 mod source;
+mod state_file;
 mod tokens;
 mod vfio;
 mod vfio_user;

@@ -7,7 +7,7 @@ mod state;
 use std::{
     io,
     os::fd::BorrowedFd,
-    sync::{Arc, atomic::Ordering},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -31,9 +31,9 @@ use crate::{
         Available, BorrowerMemory, DRAIN_TIMEOUT, DeviceSource, Irqs, Leased, LeasedDevice,
         NotLeased, Report,
     },
+    state_file::LeasePage,
 };
 use ports::{DmaPort, IrqPort};
-use state::LeasePage;
 
 /// A software model.
 pub(crate) struct ModelDevice {
@@ -216,8 +216,8 @@ impl LeasedDevice for LeasedModel {
     }
 
     fn accessed(&mut self, count: u64) {
-        if let Some(LeasePage { page, before }) = &self.lease_page {
-            let _ = page.store_u64(0, before.wrapping_add(count), Ordering::Release);
+        if let Some(page) = &self.lease_page {
+            page.served(count);
         }
     }
 

@@ -100,6 +100,7 @@ pub(crate) fn open(
                 }
                 (lease, ..) => lease,
             };
+            let workers = workers.filter(|_| SecondHandle::can_take_down(api));
             let device = VfioDevice::open(
                 found,
                 api,
@@ -107,17 +108,18 @@ pub(crate) fn open(
                 Arc::clone(&watch),
                 stop.clone(),
                 known,
+                workers.is_some(),
             );
             let device = device.map_err(|source| StartError::Device {
                 id: id.clone(),
                 source: source.into(),
             })?;
             let device = match workers {
-                Some(workers) if SecondHandle::can_take_down(api) => {
+                Some(workers) => {
                     let device = WorkerDevice::function(&id, device, workers.clone(), lease);
                     Lendable::InWorker(Box::new(device))
                 }
-                _ => Lendable::Here(Box::new(device)),
+                None => Lendable::Here(Box::new(device)),
             };
             devices.push(OpenedDevice {
                 id,

@@ -61,6 +61,8 @@ pub(crate) enum DeviceRequest {
     },
     /// The borrower of this lease of a medium goes on over another connection: end the lease.
     Supersede { generation: Generation },
+    /// The VM for which the device was kept has lost it: stop its DMA. The sender is dropped then.
+    LetGo(mpsc::SyncSender<Infallible>),
     /// Close the device and end the thread. The sender is dropped when the device is closed.
     End(mpsc::SyncSender<Infallible>),
 }
@@ -143,6 +145,8 @@ struct Slot {
     revoked: Revocation,
     /// The medium, if it can be told from others.
     medium: Option<ImageId>,
+    /// It is a function, which a worker serves.
+    is_function: bool,
     /// The connection of its last lease was cut, or its process has ended.
     kept: Option<Kept>,
 }
@@ -277,6 +281,7 @@ impl Registry {
             availability: Availability::Available,
             revoked: Revocation::NotLent,
             medium: None,
+            is_function: false,
             kept: None,
         };
         records.slots.insert(id.to_owned(), slot);
@@ -314,7 +319,7 @@ impl Registry {
     pub(crate) fn set_available(&self, id: &DeviceId, available: bool) -> Result<(), RemoteError> {
         let mut records = self.lock();
         if !available {
-            records.end_kept(id)?;
+            drop(records.end_kept(id)?);
         }
         let slot = records.slots.get_mut(id).ok_or_else(|| unknown(id))?;
         slot.availability = match (available, slot.availability) {
@@ -350,10 +355,15 @@ impl Registry {
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         let Some(held) = &slot.lease else {
             slot.availability = Availability::Unavailable;
-            if was_kept {
-                slot.revoked = Revocation::Ended;
-            }
-            return Ok(slot.revoked);
+            let Some(let_go) = was_kept else {
+                return Ok(slot.revoked);
+            };
+            slot.revoked = Revocation::Ended;
+            drop(records);
+            return match let_go.recv_timeout(patience) {
+                Err(mpsc::RecvTimeoutError::Timeout) => Ok(Revocation::Pending),
+                Err(mpsc::RecvTimeoutError::Disconnected) => Ok(Revocation::Ended),
+            };
         };
         let generation = held.generation;
         slot.queue.post(DeviceRequest::Revoke {

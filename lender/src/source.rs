@@ -21,7 +21,7 @@ use farside_lender_protocol::{
 use farside_pci::Piece;
 use serde::{Deserialize, Serialize};
 
-use crate::registry::GrantedChain;
+use crate::{registry::GrantedChain, state_file::StateFile};
 
 /// Vectors of a function: 2048 of MSI-X, the most of any kind (PCIe 7.7.2), and INTx.
 const MAX_VECTORS: usize = 2049;
@@ -61,6 +61,9 @@ pub(crate) trait Available: Send {
 
     /// Counters, and the faults of the last lease.
     fn report(&self) -> Report;
+
+    /// Stops the DMA of a device that was kept as it runs, for a VM that does not go on with it.
+    fn let_go(&mut self) {}
 }
 
 /// A device that can be lent to one VM at a time, by its thread.
@@ -97,14 +100,6 @@ impl BorrowerMemory {
         });
         Self { bars, state }
     }
-}
-
-/// See [`farside_lender_protocol::Request::BorrowAndKeep`].
-#[derive(Debug)]
-pub(crate) struct StateFile {
-    pub(crate) file: OwnedFd,
-    /// It has the state of the lease that this one goes on with.
-    pub(crate) goes_on: bool,
 }
 
 /// A new lease.
@@ -151,6 +146,11 @@ pub(crate) trait LeasedDevice: Send {
 
     /// Leaves the state that outlives this process as it is, for the next one. Returns whether there is any.
     fn leave_state(&mut self) -> bool {
+        false
+    }
+
+    /// Whether the next process goes on with the device as it runs: with its DMA and its interrupts.
+    fn is_left_running(&self) -> bool {
         false
     }
 

@@ -9,6 +9,9 @@
 //!   end:   back to its former driver
 //! ```
 //!
+//! Within the host a function outlives the worker that has opened it: the lender keeps it open, and the next worker of the lease
+//! adopts it as it runs.
+//!
 //! The data path is the hardware's: the borrower maps the BARs, the kernel signals the VMM's
 //! eventfds, the IOMMU translates DMA. What is left, trapped registers, relayed interrupts and
 //! configuration changes, is done by a worker process for a borrower on this host, and by the
@@ -41,7 +44,7 @@ use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_error_chain::Chain;
 use farside_fabric::{FaultLog, Iova, pin::check_memlock};
 use farside_host_pci::{Binding, HostPci};
-use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, Transport};
+use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, STATE_PAGE, Transport};
 use farside_ntb::Adapter;
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
@@ -115,7 +118,8 @@ struct History {
 }
 
 impl VfioDevice {
-    /// Probes a function that is bound to vfio-pci, unless a worker has it open, which is `known`.
+    /// Probes a function that is bound to vfio-pci, unless a worker has it open, which is `known`. Its leases within the
+    /// host may `go_on` in another process.
     pub(crate) fn open(
         found: Found,
         api: Api,
@@ -123,6 +127,7 @@ impl VfioDevice {
         watch: Arc<FaultWatch>,
         stop: Wakeup,
         known: Option<Probed>,
+        go_on: bool,
     ) -> Result<Self, VfioError> {
         let Found {
             id,
@@ -144,6 +149,9 @@ impl VfioDevice {
                 return Err(error);
             }
         };
+        if go_on {
+            probed.described.state = STATE_PAGE;
+        }
         if let Rom::Fixed(bytes) = rom {
             // At most `rom::MAX`.
             probed.described.rom = bytes.len() as u32;
@@ -178,6 +186,8 @@ impl VfioDevice {
             bdf: self.0.probed.bdf,
             api: self.0.probed.api,
             last_vm: self.history().last_vm.clone(),
+            described: self.0.probed.described.clone(),
+            adopts: None,
         }
     }
 
@@ -327,7 +337,7 @@ impl DeviceSource for VfioDevice {
         let opened = self.check_lease(&memory.bars).and_then(|()| {
             let function = open_clean(&bound.id, &self.config(), &bound.stop)?;
             match transport {
-                Transport::SharedMemory => Opened::local(&bound.probed.described, function),
+                Transport::SharedMemory => Opened::local(&bound.probed.described, function, None),
                 Transport::Ntb => {
                     let adapter = adapter(bound.ntb.as_ref())?;
                     Opened::across(adapter, &bound.id, vm, &bound.probed.described, function)

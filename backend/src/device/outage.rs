@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use farside_backend_api::ConnectionState;
 use farside_error_chain::Chain;
-use farside_lender_protocol::ChannelError;
+use farside_lender_protocol::{BarOwner, ChannelError};
 
 use super::{
     Device,
@@ -99,10 +99,10 @@ impl Device {
         }
         let now = Instant::now();
         let next = self.pending.then.front();
-        let is_taken_over = self.is_taken_over;
+        let may_do_dma = self.is_taken_over || self.described.bars == BarOwner::Lender;
         let needs_device = next.map(|task| match task {
             Task::Event(Event::ClientGone | Event::LenderGone) | Task::Forget => false,
-            task => is_taken_over || needs_device(task),
+            task => may_do_dma || needs_device(task),
         });
         if needs_device == Some(false) {
             outage.held_until = None;
@@ -117,8 +117,8 @@ impl Device {
             return None;
         }
         outage.held_until = None;
-        if is_taken_over && next.is_some_and(stops_dma) {
-            self.give_up("the device of the backend before may still do DMA".into());
+        if may_do_dma && next.is_some_and(stops_dma) {
+            self.give_up("the device may do DMA, and must not any more".into());
         }
         self.pending.take()
     }

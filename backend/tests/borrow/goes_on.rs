@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     os::fd::AsFd,
     path::Path,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, mpsc},
     time::Duration,
 };
 
@@ -34,8 +34,9 @@ enum Attempt {
     BeLate,
 }
 
-#[derive(Default)]
 struct State {
+    /// A model has BARs of its borrower, a function its own.
+    bars: BarOwner,
     attempts: VecDeque<Attempt>,
     /// The connection and the register channel of the lease.
     lease: Option<(Channel, Channel)>,
@@ -140,11 +141,17 @@ struct Lender {
 }
 
 impl Lender {
-    fn start(socket: &Path, attempts: &[Attempt]) -> Self {
+    fn start(socket: &Path, bars: BarOwner, attempts: &[Attempt]) -> Self {
         let listener = Listener::bind(socket).unwrap();
         let state = Arc::new(Mutex::new(State {
+            bars,
             attempts: attempts.iter().copied().collect(),
-            ..State::default()
+            lease: None,
+            kept: None,
+            chain: None,
+            refuses: false,
+            generation: 0,
+            refusals: Vec::new(),
         }));
         let of_threads = Arc::clone(&state);
         std::thread::spawn(move || {
@@ -176,7 +183,7 @@ fn serve(mut peer: Channel, state: &Mutex<State>) {
             },
             Request::Describe { .. } => Reply::Description(Box::new(Described {
                 description: DmaTest::new().description().clone(),
-                bars: BarOwner::Borrower,
+                bars: state.lock().unwrap().bars,
                 rom: 0,
                 state: 2 * STATE_PAGE,
             })),
@@ -220,7 +227,7 @@ fn goes_on_after(attempts: &[Attempt]) -> Vec<String> {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("lender.sock");
     let attempts = [&[Attempt::Serve], attempts].concat();
-    let lender = Lender::start(&socket, &attempts);
+    let lender = Lender::start(&socket, BarOwner::Borrower, &attempts);
     let served = Served::start(config(&dir, socket, Duration::from_secs(4), DEADLINE));
     let mut vmm = served.client(DMA);
     vmm.reset().unwrap();
@@ -251,4 +258,73 @@ fn a_worker_that_answers_late_is_waited_for() {
 fn a_worker_that_refuses_is_ended_for_another() {
     let refusals = goes_on_after(&[Attempt::Refuse, Attempt::Serve]);
     assert_eq!(refusals, ["Busy"]);
+}
+
+/// A reset that a VM asks for while its device has no worker, and whether it is answered before the lender takes the next
+/// attempt up.
+fn reset_without_a_worker(bars: BarOwner) -> bool {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("lender.sock");
+    let lender = Lender::start(&socket, bars, &[Attempt::Serve, Attempt::Serve]);
+    let served = Served::start(config(&dir, socket, Duration::from_secs(4), DEADLINE));
+    let mut vmm = served.client(DMA);
+    vmm.reset().unwrap();
+    let mut state = lender.state.lock().unwrap();
+    state.kill();
+    std::thread::scope(|scope| {
+        let (answered, answer) = mpsc::channel();
+        scope.spawn(move || {
+            vmm.reset().unwrap();
+            answered.send(()).unwrap();
+            // The device is returned with it.
+            answered
+        });
+        // Longer than an attempt, and shorter than a request is held.
+        let without = answer.recv_timeout(Duration::from_millis(1500)).is_ok();
+        drop(state);
+        if !without {
+            answer.recv_timeout(DEADLINE).unwrap();
+        }
+        without
+    })
+}
+
+/// A function does DMA on when its worker is gone: what stops it is answered by the next one.
+#[test]
+fn a_function_without_a_worker_is_not_said_to_be_reset() {
+    assert!(reset_without_a_worker(BarOwner::Borrower));
+    assert!(!reset_without_a_worker(BarOwner::Lender));
+}
+
+/// A VM whose function has no worker and gets none is told that it is reset when the lender has stopped it.
+#[test]
+fn a_function_that_gets_no_worker_is_stopped_before_its_vm_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("lender.sock");
+    let lender = Lender::start(&socket, BarOwner::Lender, &[Attempt::Serve]);
+    let served = Served::start(config(&dir, socket, Duration::from_secs(4), DEADLINE));
+    let mut vmm = served.client(DMA);
+    vmm.reset().unwrap();
+    let mut state = lender.state.lock().unwrap();
+    state.kill();
+    let kept = state.kept.take().unwrap();
+    std::thread::scope(|scope| {
+        let resets = scope.spawn(|| vmm.reset());
+        // It takes no attempt up meanwhile, and closes the connection when it has stopped the function.
+        let mut fds = [PollFd::new(&kept, PollFlags::RDHUP)];
+        let patience = Timespec::try_from(DEADLINE).unwrap();
+        poll(&mut fds, Some(&patience)).unwrap();
+        assert!(
+            !fds[0].revents().is_empty(),
+            "the backend does not give it up"
+        );
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(
+            !resets.is_finished(),
+            "answered while the function does DMA"
+        );
+        drop(kept);
+        let _ = resets.join().unwrap();
+    });
+    drop(state);
 }

@@ -58,6 +58,18 @@ pub(super) fn take_back(
     refusals: u64,
     end: End,
 ) -> Option<Box<dyn DeviceSource>> {
+    // A backend that is killed leaves its connection to the next one, and nothing else.
+    let is_left = matches!(end, End::PeerGone(_)) && !has_hung_up(&connection);
+    if is_left && device.is_left_running() {
+        let line = format!(
+            "device {}: kept for its VM: the backend is gone (VM {vm}, generation {generation})",
+            owner.id
+        );
+        owner.home.line(Line::Ended, &line);
+        // As if this process was killed.
+        std::mem::forget((device, connection));
+        return None;
+    }
     if !revoke(owner, &mut *device, vm, generation) {
         // Neither released nor reset. Dropping it would unmap memory under a device that still does
         // DMA, and closing the connection would signal the borrower that its memory is safe to
@@ -65,9 +77,8 @@ pub(super) fn take_back(
         std::mem::forget((device, connection));
         return None;
     }
-    // The next process goes on from it. A backend that is killed leaves its connection to the next one, and nothing else.
-    let stays =
-        matches!(end, End::PeerGone(_)) && !has_hung_up(&connection) && device.leave_state();
+    // The next process goes on from it.
+    let stays = is_left && device.leave_state();
     // Within the host, what was written stays in the kernel's cache, of which the next worker reports errors. The guest
     // would wait for the disk, and a process that is killed meanwhile does not end.
     if !stays && let Err(error) = device.source().flush() {

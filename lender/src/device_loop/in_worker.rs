@@ -15,7 +15,9 @@ use std::{
 
 use farside_daemon::{RateLimit, VmName};
 use farside_error_chain::Chain;
-use farside_lender_protocol::{Channel, ChannelError, Generation, RemoteError, Reply, Revocation};
+use farside_lender_protocol::{
+    Channel, ChannelError, ErrorKind, Generation, RemoteError, Reply, Revocation,
+};
 use farside_vfio::SecondHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -25,8 +27,8 @@ use crate::{
     registry::{DeviceRequest, GrantedChain, Lease, MAX_REQUESTS, Release},
     source::{Available, Report},
     worker::{
-        Adopted, Answer, Borrower, CallReply, LogReader, Numbered, OpenWindow, Order, Record,
-        Worker, WorkerDevice, printable_error,
+        Adopted, Answer, Borrower, CallReply, KeptFunction, LogReader, Numbered, OpenWindow, Order,
+        Record, Worker, WorkerDevice, printable_error,
     },
 };
 
@@ -55,7 +57,10 @@ impl WorkerDevice {
             .home
             .entry()
             .ok_or_else(|| failed("the device is gone"));
-        let started = match self.check_lease(&lease).and(entry) {
+        let ready = self.prepare(&lease);
+        // It would find a device that was reset.
+        let has_ended = matches!(&ready, Err(error) if error.kind == ErrorKind::ChainEnded);
+        let started = match ready.and(entry) {
             Ok(entry) => {
                 let poll_us = owner.poll_time.as_micros() as u64;
                 let started = self.start(entry, poll_us, lease);
@@ -69,6 +74,7 @@ impl WorkerDevice {
                 let line = format!("device {}: cannot lend to VM {}: {error}", owner.id, vm);
                 owner.home.line(Line::NotLent, &line);
                 let not_told = connection.is_some();
+                let chain = chain.filter(|_| !has_ended);
                 owner.home.released(generation, not_begun(chain, not_told));
                 // The borrow fails whether or not the peer receives this.
                 let _ = connection.map(|mut it| it.send(&Reply::Refused(error), &[], SEND_TIMEOUT));
@@ -78,6 +84,7 @@ impl WorkerDevice {
         let mut lease = WorkerLease::new(owner, self, worker, Some(borrower), (vm, generation));
         lease.chain = chain;
         lease.record = record;
+        lease.function = lease.device.take_kept().map(|kept| kept.handle);
         lease.run()
     }
 
@@ -410,6 +417,8 @@ impl<'a> WorkerLease<'a> {
                     }
                     continue;
                 }
+                // It is lent again: the function is another lease's, or was let go for that.
+                DeviceRequest::LetGo(_) => continue,
                 // The registry ends the thread of a device that is not lent.
                 DeviceRequest::End(end) => {
                     self.owner.end = Some(end);
@@ -477,14 +486,26 @@ impl<'a> WorkerLease<'a> {
         {
             self.answer_later(waiting);
         }
-        let function = self.function.take();
-        if function.as_ref().is_some_and(|it| !self.take_down(it)) {
-            // As in `take_back`.
-            std::mem::forget((function, self.connection));
-            return false;
+        let goes_on = self.ended.is_none() && self.may_go_on();
+        let report = self.report.take();
+        match self.function.take() {
+            Some(handle) if goes_on => self.device.keep(
+                KeptFunction {
+                    vm: self.vm.clone(),
+                    handle,
+                    record: self.record.take(),
+                },
+                report,
+            ),
+            function => {
+                if function.as_ref().is_some_and(|it| !self.take_down(it)) {
+                    // As in `take_back`.
+                    std::mem::forget((function, self.connection));
+                    return false;
+                }
+                self.device.ended(self.vm.clone(), report, function);
+            }
         }
-        self.device
-            .ended(self.vm.clone(), self.report.take(), function);
         if let Some(problem) = self.held_problem.take() {
             self.owner.publish_problem(problem.as_deref());
         }
@@ -492,7 +513,6 @@ impl<'a> WorkerLease<'a> {
         if !(status.success() || self.superseded) {
             log::error!("device {id}: its worker process {pid} {}", ended(status));
         }
-        let goes_on = self.ended.is_none() && self.may_go_on();
         // Within the host, what was written stays in the kernel's cache, of which the next worker reports errors.
         let stays = goes_on && !self.is_medium() && self.late.is_empty();
         let flushed = match stays {

@@ -1,6 +1,6 @@
 //! Leases that go on over another connection: see [`crate::chains`].
 
-use std::time::Duration;
+use std::{convert::Infallible, sync::mpsc, time::Duration};
 
 use farside_daemon::{DeviceId, VmName};
 use farside_devices::block::ImageId;
@@ -37,6 +37,18 @@ pub(crate) struct Going {
 }
 
 impl Slot {
+    /// By which medium a lease that goes on by `transport` is told from one of another device of the same id, if it can go
+    /// on at all. A function has none: its process is told from others by what it has open. A model without one
+    /// has no state that would outlive its process.
+    fn goes_on(&self, transport: Transport) -> Option<ImageId> {
+        match (self.medium, transport) {
+            (Some(ImageId::None), Transport::Network) => self.medium,
+            (Some(ImageId::None), _) => None,
+            (None, Transport::SharedMemory) if self.is_function => Some(ImageId::None),
+            (medium, _) => medium,
+        }
+    }
+
     /// The VM for which it is kept.
     pub(super) fn kept(&self) -> Option<KeptFor> {
         self.kept.as_ref()?.shown()
@@ -52,16 +64,26 @@ impl Slot {
 }
 
 impl Records {
-    /// Ends the chain of a device without a lease. Returns whether it was kept.
-    pub(super) fn end_kept(&mut self, id: &DeviceId) -> Result<bool, RemoteError> {
+    /// Ends the chain of a device without a lease. If it was kept, returns what is closed when it does no DMA any more.
+    pub(super) fn end_kept(
+        &mut self,
+        id: &DeviceId,
+    ) -> Result<Option<mpsc::Receiver<Infallible>>, RemoteError> {
         let Self { slots, fences } = self;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         if slot.lease.is_some() {
-            return Ok(false);
+            return Ok(None);
         }
         let was_kept = slot.kept.take().is_some_and(|kept| kept.shown().is_some());
         fences.end_chain(id)?;
-        Ok(was_kept)
+        if !was_kept {
+            return Ok(None);
+        }
+        let (let_go, done) = mpsc::sync_channel(1);
+        if slot.is_function {
+            slot.queue.post(DeviceRequest::LetGo(let_go))?;
+        }
+        Ok(Some(done))
     }
 
     /// Writes the chain of a lease that begins, or that it has none. What is written to its medium ends
@@ -112,29 +134,32 @@ impl Registry {
         }
     }
 
-    /// Whether a lease of the device can go on by this transport: it has a medium by which it is told from
-    /// another of the same id. A model without one has no state either that would outlive its process.
-    pub(crate) fn can_go_on(&self, id: &DeviceId, transport: Transport) -> bool {
-        let medium = self.lock().slots.get(id).and_then(|slot| slot.medium);
-        match medium {
-            Some(ImageId::None) => transport == Transport::Network,
-            medium => medium.is_some(),
+    /// Leases of a function go on within the host: its workers leave it as it is.
+    pub(crate) fn set_function(&self, id: &DeviceId) {
+        if let Some(slot) = self.lock().slots.get_mut(id) {
+            slot.is_function = true;
         }
     }
 
-    /// Grants a lease that goes on, with its chain: of a device's medium, over the network, or of the device within
-    /// the host.
+    /// Whether a lease of the device can go on by this transport.
+    pub(crate) fn can_go_on(&self, id: &DeviceId, transport: Transport) -> bool {
+        let records = self.lock();
+        let slot = records.slots.get(id);
+        slot.is_some_and(|slot| slot.goes_on(transport).is_some())
+    }
+
+    /// Grants a lease that goes on by `transport`, with its chain.
     pub(crate) fn grant_medium<'a>(
         &'a self,
         id: &'a DeviceId,
-        vm: &VmName,
+        (vm, transport): (&VmName, Transport),
         fence: Option<HeldFence>,
         going: Going,
     ) -> Result<(Grant<'a>, GrantedChain), RemoteError> {
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
-        let medium = slot.medium.ok_or_else(no_medium)?;
+        let medium = slot.goes_on(transport).ok_or_else(no_medium)?;
         // First: what does not go on is given up, rather than asked for again.
         if let Some(secret) = going.resumes {
             Chain::check(fences.chain(id), vm, secret, medium)

@@ -131,6 +131,9 @@ impl Devices {
             let (vm, generation) = (&adopted.lease.vm, adopted.lease.generation);
             self.registry.adopt(&id, vm, generation, adopted.began());
         }
+        if matches!(&device, Lendable::InWorker(device) if device.is_function()) {
+            self.registry.set_function(&id);
+        }
         match device.medium() {
             Some(Ok(medium)) => self.registry.set_medium(&id, medium),
             Some(Err(error)) => log::warn!(

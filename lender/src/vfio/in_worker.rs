@@ -8,10 +8,7 @@ use farside_pci::Bdf;
 use farside_vfio::{Api, Function, HandleParts};
 use serde::{Deserialize, Serialize};
 
-use super::{
-    describe,
-    leased::{LeasedFunction, Opened, Owner, open_clean},
-};
+use super::leased::{LeasedFunction, Opened, Owner, open_clean};
 use crate::{
     refusals::{internal, unsupported},
     source::{Available, BorrowerMemory, DeviceSource, Leased, NotLeased, Report},
@@ -24,6 +21,10 @@ pub(crate) struct FunctionConfig {
     pub(super) api: Api,
     /// The VM that used it last.
     pub(super) last_vm: Option<VmName>,
+    /// As it was found when it was not open.
+    pub(crate) described: Described,
+    /// It is open, and goes on: with these parts, of which the descriptors come along.
+    pub(crate) adopts: Option<HandleParts>,
 }
 
 /// A function that was opened for one lease, and stays open until the process ends: closing it
@@ -38,17 +39,32 @@ impl WorkerFunction {
     /// Opens and resets the function.
     pub(crate) fn open(
         id: &DeviceId,
-        config: &FunctionConfig,
+        config: FunctionConfig,
         stop: &Wakeup,
     ) -> Result<Self, RemoteError> {
-        let function = open_clean(id, config, stop)?;
+        let function = open_clean(id, &config, stop)?;
+        Ok(Self::with(id, config.described, function))
+    }
+
+    /// Goes on with a function as a worker before has left it, by its descriptors.
+    pub(crate) fn adopt(
+        id: &DeviceId,
+        described: Described,
+        parts: HandleParts,
+        fds: [OwnedFd; 2],
+    ) -> Result<Self, RemoteError> {
+        let function = Function::adopt(parts, fds).map_err(internal)?;
+        Ok(Self::with(id, described, Arc::new(function)))
+    }
+
+    fn with(id: &DeviceId, described: Described, function: Arc<Function>) -> Self {
         // Never dropped.
         std::mem::forget(Arc::clone(&function));
-        Ok(Self {
+        Self {
             id: id.clone(),
-            described: describe(&function).map_err(internal)?,
+            described,
             function,
-        })
+        }
     }
 
     /// The function for the lender's process.
@@ -86,9 +102,16 @@ impl DeviceSource for WorkerFunction {
         self: Box<Self>,
         _: Transport,
         vm: &VmName,
-        _: BorrowerMemory,
+        memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
-        match Opened::local(&self.described, Arc::clone(&self.function)) {
+        let page = memory.state.map(|state| {
+            let (page, _) = state.map(&self.id, self.described.state)?;
+            Ok(page)
+        });
+        let opened = page
+            .transpose()
+            .and_then(|page| Opened::local(&self.described, Arc::clone(&self.function), page));
+        match opened {
             Ok(opened) => Ok(LeasedFunction::lease(self.id.clone(), self, vm, opened)),
             Err(error) => Err(NotLeased {
                 source: self,

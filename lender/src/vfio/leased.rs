@@ -21,6 +21,7 @@ use super::{
 use crate::{
     refusals::{failed, internal, refused},
     source::{DeviceSource, Irqs, Leased, LeasedDevice, Report},
+    state_file::LeasePage,
 };
 
 /// Maximum wait for a former borrower's VMM to close the function.
@@ -46,6 +47,7 @@ pub(super) struct LeasedFunction {
     irqs: FunctionIrqs<Function>,
     registers: ForwardedRegisters,
     function: Arc<Function>,
+    lease_page: Option<LeasePage>,
     // Dropped last: an open function cannot be unbound.
     owner: Box<dyn Owner>,
 }
@@ -65,6 +67,7 @@ impl LeasedFunction {
             path,
             bars,
             files,
+            lease_page,
         } = opened;
         let device = Box::new(Self {
             id,
@@ -73,6 +76,7 @@ impl LeasedFunction {
             irqs,
             registers,
             function,
+            lease_page,
             owner,
         });
         Leased {
@@ -91,6 +95,8 @@ pub(super) struct Opened {
     pub(super) path: DmaPath,
     pub(super) bars: Vec<BarMemory>,
     pub(super) files: Vec<OwnedFd>,
+    /// The lease goes on if this process ends.
+    pub(super) lease_page: Option<LeasePage>,
 }
 
 impl Opened {
@@ -98,6 +104,7 @@ impl Opened {
     pub(super) fn local(
         described: &Described,
         function: Arc<Function>,
+        lease_page: Option<LeasePage>,
     ) -> Result<Self, RemoteError> {
         let (mut bars, mut files) = (Vec::new(), Vec::new());
         for bar in with_areas(described) {
@@ -107,11 +114,12 @@ impl Opened {
         }
         Ok(Self {
             irqs: FunctionIrqs::new(&described.description, Arc::clone(&function))?,
-            registers: ForwardedRegisters::new(&described.description, Arc::clone(&function))?,
+            registers: ForwardedRegisters::new(&described.description, Arc::clone(&function)),
             path: DmaPath::Local(LocalPath::new(Arc::clone(&function))),
             function,
             bars,
             files,
+            lease_page,
         })
     }
 
@@ -132,11 +140,12 @@ impl Opened {
         });
         Ok(Self {
             irqs: FunctionIrqs::new(&described.description, Arc::clone(&function))?,
-            registers: ForwardedRegisters::new(&described.description, Arc::clone(&function))?,
+            registers: ForwardedRegisters::new(&described.description, Arc::clone(&function)),
             bars: bars.collect(),
             path: DmaPath::Ntb(path),
             function,
             files: Vec::new(),
+            lease_page: None,
         })
     }
 }
@@ -182,6 +191,16 @@ impl LeasedDevice for LeasedFunction {
 
     fn config_write(&mut self, piece: Piece, value: u32) -> bool {
         self.registers.write(piece, value)
+    }
+
+    fn accessed(&mut self, count: u64) {
+        if let Some(page) = &self.lease_page {
+            page.served(count);
+        }
+    }
+
+    fn is_left_running(&self) -> bool {
+        self.lease_page.is_some()
     }
 
     fn irqs(&mut self) -> &mut dyn Irqs {
@@ -249,6 +268,7 @@ impl LeasedDevice for LeasedFunction {
             irqs,
             registers,
             function,
+            lease_page: _,
             owner,
         } = *self;
         drop((path, irqs));

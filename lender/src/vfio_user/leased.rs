@@ -47,7 +47,7 @@ impl LeasedServer {
         let begun = opened.and_then(|(server, files)| {
             let irqs = FunctionIrqs::new(&description, Arc::clone(&server))?;
             let wake = either(server.socket(), irqs.wake_fd()).map_err(internal)?;
-            let registers = ForwardedRegisters::new(&description, Arc::clone(&server))?;
+            let registers = ForwardedRegisters::new(&description, Arc::clone(&server));
             Ok((server, files, irqs, registers, wake))
         });
         let (server, given, irqs, registers, wake) = match begun {

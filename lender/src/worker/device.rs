@@ -28,6 +28,7 @@ use super::{
     borrower::Borrower,
     child::{Worker, Workers},
     kept::{Adopted, KeptDevice, KeptLease, Record, descriptors},
+    kept_function::KeptFunction,
     messages::{Model, Order, Served, ServedMedium, Start},
     start_error::StartError,
 };
@@ -38,7 +39,7 @@ use crate::{
     registry::{GrantedChain, Lease},
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
-    vfio_user::{ServerDevice, no_bar_memory},
+    vfio_user::ServerDevice,
 };
 
 /// Timeout for handing the lease to a new worker, whose queue is empty.
@@ -46,22 +47,24 @@ const START_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A device whose leases are served by workers.
 pub(crate) struct WorkerDevice {
-    id: DeviceId,
+    pub(super) id: DeviceId,
     workers: Workers,
     /// Its lease of the former broker.
     adopted: Option<Adopted>,
-    device: Kind,
+    // Closed before the function is unbound.
+    pub(super) kept: Option<KeptFunction>,
+    pub(super) device: Kind,
     /// Of the leases before the current one.
-    last: Report,
+    pub(super) last: Report,
 }
 
-enum Kind {
+pub(super) enum Kind {
     Model(Box<ModelKind>),
     Function(VfioDevice),
     Server(Box<ServerDevice>),
 }
 
-struct ModelKind {
+pub(super) struct ModelKind {
     model: config::Model,
     /// Locked while it is open.
     image: Option<Image>,
@@ -135,6 +138,7 @@ impl WorkerDevice {
             id: id.to_owned(),
             workers,
             adopted,
+            kept: None,
             device,
             last: Report::default(),
         }
@@ -186,13 +190,9 @@ impl WorkerDevice {
         }
     }
 
-    /// Refuses to lend a function with memory for BARs, or with another VM's state.
-    pub(crate) fn check_lease(&self, lease: &Lease) -> Result<(), RemoteError> {
-        match &self.device {
-            Kind::Model(_) => Ok(()),
-            Kind::Function(function) => function.check_lease(&lease.bar_memory),
-            Kind::Server(_) => no_bar_memory(&lease.bar_memory),
-        }
+    /// Whether it is a function of this host.
+    pub(crate) fn is_function(&self) -> bool {
+        matches!(self.device, Kind::Function(_))
     }
 
     /// A worker has opened a function for `vm`. Returns false if this is none.
@@ -220,7 +220,7 @@ impl WorkerDevice {
     /// Starts a worker and hands the lease to it. On error the borrower gets its connection back, unless
     /// it was told of the lease.
     pub(crate) fn start(
-        &self,
+        &mut self,
         entry: DeviceEntry,
         poll_us: u64,
         mut lease: Lease,
@@ -244,26 +244,29 @@ impl WorkerDevice {
                     Err(error) => return Err((None, StartError::Reply(error))),
                 };
                 let medium = self.served_medium(secrets);
-                (Borrower::Lent(socket), medium.map(|it| (it, None)))
+                (Borrower::Lent(socket), medium.map(|it| (it, Vec::new())))
             }
             None => (Borrower::Asking(lease.connection), self.served()),
         };
-        let (borrower, served, server) = match served {
-            (borrower, Ok((served, server))) => (borrower, served, server),
+        let (borrower, served, open) = match served {
+            (borrower, Ok((served, open))) => (borrower, served, open),
             (borrower, Err(error)) => return Err((borrower.channel(), error)),
         };
         // Leases over the network, over an NTB and of a server's device end with this process.
         let device = match (&served, &self.device) {
             _ if lease.transport != Transport::SharedMemory => None,
             (Served::Model { model, .. }, _) => Some(KeptDevice::Model(model.clone())),
-            (Served::Function(_), Kind::Function(function)) => {
+            (Served::Function(config), Kind::Function(function)) => {
                 let probed = Box::new(function.probed().clone());
-                Some(KeptDevice::Function(probed, None))
+                Some(KeptDevice::Function(probed, config.adopts.clone()))
             }
             _ => None,
         };
         let of = (&lease.vm, lease.generation);
-        let record = device.map(|device| self.keep(&worker.worker, &borrower, of, device, kept));
+        let record = device.map(|device| {
+            let with = (borrower.as_fd(), &*open);
+            self.record(&worker.worker, with, of, device, kept)
+        });
         let start = Order::Start(Box::new(Start {
             entry,
             device: served,
@@ -277,24 +280,29 @@ impl WorkerDevice {
         let fds: Vec<BorrowedFd<'_>> = [worker.their_calls.as_fd(), borrower.as_fd()]
             .into_iter()
             .chain(self.file().map(AsFd::as_fd))
-            .chain(server.iter().map(AsFd::as_fd))
+            .chain(open.iter().map(AsFd::as_fd))
             .chain(state.iter().map(AsFd::as_fd))
             .chain(lease.bar_memory.iter().map(AsFd::as_fd))
             .collect();
         match worker.worker.orders.send(&(0, start), &fds, START_TIMEOUT) {
             Ok(()) => Ok((worker.worker, borrower, record)),
             Err(error) => {
-                let _ = record.map(|mut record| record.forget());
+                match (&mut self.kept, record) {
+                    (Some(kept), record @ Some(_)) => kept.record = record,
+                    (_, record) => {
+                        let _ = record.map(|mut record| record.forget());
+                    }
+                }
                 Err((borrower.channel(), StartError::Send(error)))
             }
         }
     }
 
-    /// Has the keeper keep the lease that begins.
-    fn keep(
+    /// Has the keeper keep the lease that begins, with the descriptors of a function that is kept.
+    fn record(
         &self,
         worker: &Worker,
-        borrower: &Borrower,
+        (connection, open): (BorrowedFd<'_>, &[OwnedFd]),
         (vm, generation): (&VmName, Generation),
         served: KeptDevice,
         chain: Option<GrantedChain>,
@@ -316,10 +324,23 @@ impl WorkerDevice {
             worker: LEASES.version(),
             state,
         };
-        let (fds, with_worker) = descriptors(worker, borrower.as_fd(), self.file());
         let keeper = Arc::clone(&self.workers.keeper);
+        let (mut fds, with_worker) = descriptors(worker, connection, self.file());
+        let before = self
+            .kept
+            .as_ref()
+            .and_then(|kept| kept.record.as_ref()?.number);
+        let number = match before {
+            // The function has a record at any time.
+            Some(number) => {
+                fds.extend(open.iter().map(AsFd::as_fd));
+                kept.replace(&keeper, number, &fds);
+                Some(number)
+            }
+            None => kept.keep(&keeper, &fds, with_worker),
+        };
         Record {
-            number: kept.keep(&keeper, &fds, with_worker),
+            number,
             keeper,
             lease: kept,
         }
@@ -373,14 +394,23 @@ impl WorkerDevice {
         })))
     }
 
-    /// What a worker serves, and the connection to its server, if it is the device of one.
-    fn served(&self) -> Result<(Served, Option<OwnedFd>), StartError> {
+    /// What a worker serves, and what of it is open: the connection to its server, or the function that is kept.
+    fn served(&self) -> Result<(Served, Vec<OwnedFd>), StartError> {
         let kind = match &self.device {
             Kind::Model(kind) => kind,
-            Kind::Function(function) => return Ok((Served::Function(function.config()), None)),
+            Kind::Function(function) => {
+                let mut config = function.config();
+                let mut open = Vec::new();
+                if let Some(kept) = &self.kept {
+                    let (parts, fds) = kept.handle.share().map_err(StartError::Channel)?;
+                    config.adopts = Some(parts);
+                    open.extend(fds);
+                }
+                return Ok((Served::Function(Box::new(config)), open));
+            }
             Kind::Server(server) => {
                 let (config, socket) = server.for_worker().map_err(StartError::Server)?;
-                return Ok((Served::Server(Box::new(config)), Some(socket)));
+                return Ok((Served::Server(Box::new(config)), vec![socket]));
             }
         };
         let model = match (&kind.model, &kind.image) {
@@ -397,7 +427,7 @@ impl WorkerDevice {
             _ => Model::DmaTest,
         };
         let limits = kind.adapter.limits().clone();
-        Ok((Served::Model { model, limits }, None))
+        Ok((Served::Model { model, limits }, Vec::new()))
     }
 
     fn spawn(&self, vm: &VmName) -> Result<Spawned, StartError> {
@@ -551,6 +581,10 @@ impl Available for WorkerDevice {
             },
             Kind::Function(function) => function.report(),
         }
+    }
+
+    fn let_go(&mut self) {
+        self.let_function_go();
     }
 }
 

@@ -371,6 +371,11 @@ impl KeptLease {
         keeper.keep(&self.recorded(), fds, with_worker)
     }
 
+    /// Has the keeper keep it in place of the lease `number`.
+    pub(crate) fn replace(&self, keeper: &Keeper, number: u64, fds: &[BorrowedFd<'_>]) {
+        keeper.replace(number, &self.recorded(), fds);
+    }
+
     /// As its next broker has it.
     pub(crate) fn resumed(mut self) -> Self {
         self.first_order = self.first_order.saturating_add(ORDERS);

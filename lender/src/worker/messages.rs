@@ -64,7 +64,7 @@ pub(crate) enum Served {
     /// A software model, with the limits of the adapter that the broker has.
     Model { model: Model, limits: NtbLimits },
     /// A function of this host, which the worker opens.
-    Function(FunctionConfig),
+    Function(Box<FunctionConfig>),
     /// The medium of a model, over the network. The image comes as a descriptor, unless it has 0 bytes.
     Medium(Box<ServedMedium>),
     /// The device of a vfio-user server. The connection to it comes as a descriptor.

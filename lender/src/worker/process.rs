@@ -152,7 +152,14 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
             // What the IOMMU maps counts as locked. The broker has compared it with the limit, or may
             // exceed that.
             let keep = locking();
-            match open_function(&id, &config, &stop, &calls) {
+            let opened = match config.adopts {
+                Some(parts) => {
+                    let fds = [next()?, next()?];
+                    WorkerFunction::adopt(&id, config.described, parts, fds)
+                }
+                None => open_function(&id, *config, &stop, &calls),
+            };
+            match opened {
                 Ok(function) => {
                     give_up_rights(keep)?;
                     Box::new(function)
@@ -269,7 +276,7 @@ fn give_up_rights(keep: CapabilitySet) -> Result<(), WorkerError> {
 /// Opens a function, and gives the broker a handle on it.
 fn open_function(
     id: &DeviceId,
-    config: &FunctionConfig,
+    config: FunctionConfig,
     stop: &Wakeup,
     calls: &Calls,
 ) -> Result<WorkerFunction, RemoteError> {

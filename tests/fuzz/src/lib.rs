@@ -69,9 +69,10 @@ mod lender {
     pub(crate) mod registry;
     pub(crate) mod requests;
     pub(crate) mod source;
+    pub(crate) mod state_file;
     pub(crate) mod tokens;
 }
-use lender::{access, chains, fences, refusals, registry, requests, source, tokens};
+use lender::{access, chains, fences, refusals, registry, requests, source, state_file, tokens};
 
 /// A lender, a backend and a client, from the backend's tests.
 #[path = "../../../backend/tests/borrow"]

@@ -4,7 +4,7 @@
 
 use std::{fs::File, io::Read, time::Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use farside_testbed::{IommufdModules, kernel_view::LiveMappings};
 use serde_json::Value;
 
@@ -16,7 +16,16 @@ use super::{
     scripted::Scripted,
     stage,
 };
-use crate::{MIB, SHORT, sha256};
+use crate::{BOOT, MIB, SHORT, sha256};
+
+/// Kills three workers of the device, each as soon as it is there. The expression does not match this command.
+const KILL_WORKERS: &str = "for n in 1 2 3; do
+    until w=$(grep -l leas[e]-worker /proc/[0-9]*/cmdline | cut -d/ -f3) && [ \"$w\" ] && [ \"$w\" != \"$last\" ]; do
+        sleep 0.05
+    done
+    kill -KILL $w || exit 1
+    last=$w
+done";
 
 /// Bytes that the guest writes and reads.
 const IO: u64 = 8 * MIB;
@@ -35,6 +44,8 @@ pub struct IommufdFacts {
     pub bytes_mapped_after_bme: u64,
     /// Guest RAM, as reported by the scripted VMM.
     pub guest_ram_bytes: u64,
+    /// Bytes mapped in the domain after three workers were killed while the device wrote.
+    pub bytes_mapped_after_kills: u64,
     /// Mappings after the guest's driver was unbound.
     pub mappings_after_unbind: u64,
     /// DMA of the device that the IOMMU refused.
@@ -69,6 +80,10 @@ impl IommufdFacts {
             check(
                 "then exactly guest RAM was",
                 ram > 0 && self.bytes_mapped_after_bme == ram,
+            ),
+            check(
+                "it was after workers were killed",
+                self.bytes_mapped_after_kills == ram,
             ),
             check(
                 "nothing was mapped after the driver let go",
@@ -133,6 +148,15 @@ fn play(host: &Host, set: &Set<'_>, facts: &mut IommufdFacts) -> Result<String> 
     facts.checksum_ok = io["checksum_ok"] == true;
     facts.msix_guest = number(&vmm.step("irqs")?["interrupts"]["sum"])?;
     facts.msix_device = interrupts(host)?;
+    (set.tell)("the device's workers are killed while it writes");
+    let killer = host.exec_start(KILL_WORKERS, BOOT)?;
+    let io = vmm.step(&format!("io {}M", IO / MIB))?["io"].clone();
+    facts.checksum_ok &= io["checksum_ok"] == true;
+    let killed = killer.wait_for(BOOT)?;
+    ensure!(killed.success(), "the workers were not killed: {killed}");
+    let again = vmm.step(&format!("io {}M", IO / MIB))?["io"].clone();
+    facts.checksum_ok &= again["checksum_ok"] == true;
+    facts.bytes_mapped_after_kills = mapped()?.bytes();
     (set.tell)("a scripted guest points the device outside of its RAM");
     vmm.step("rogue hole")?;
     facts.rogue_dma_faults = host.wait_dmar_faults(DRIVE, 1)?;

@@ -3,7 +3,7 @@
 
 use anyhow::{Result, ensure};
 use farside_testbed::kernel_view::LiveMappings;
-use farside_tests::SHORT;
+use farside_tests::{SHORT, from_env};
 
 use crate::{
     host::{HERE, Host, Service},
@@ -13,6 +13,7 @@ use crate::{
 
 /// Lender, backend and VMM, with I/O in progress.
 struct Busy<'a> {
+    host: &'a Host,
     lender: Service<'a>,
     backend: Service<'a>,
     vmm: Scripted<'a>,
@@ -20,20 +21,29 @@ struct Busy<'a> {
 
 impl<'a> Busy<'a> {
     fn new(host: &'a Host) -> Result<Self> {
+        Self::with(host, "")
+    }
+
+    fn with(host: &'a Host, serve: &str) -> Result<Self> {
         let lender = host.lend(HERE, &format!("--vfio disk0={DRIVE}"))?;
-        let backend = host.serve(HERE, "a", "disk0", "")?;
+        let backend = host.serve(HERE, "a", "disk0", serve)?;
         host.trace_iommu()?;
         let mut vmm = Scripted::start(host, HERE, "a", "disk0")?;
         vmm.step("driver")?;
         ensure!(mapped(host)? > 0, "nothing is mapped for the device");
-        let done = interrupts(host)?;
-        vmm.begin("interrupts 1000000")?;
-        host.wait_for(&format!("[ $({INTERRUPTS}) -gt {} ]", done + 20))?;
-        Ok(Self {
+        let mut busy = Self {
+            host,
             lender,
             backend,
             vmm,
-        })
+        };
+        busy.begin()?;
+        Ok(busy)
+    }
+
+    fn begin(&mut self) -> Result<()> {
+        self.vmm.begin("interrupts 1000000")?;
+        goes_on(self.host)
     }
 }
 
@@ -113,32 +123,126 @@ pub fn a_killed_lender_does_not_stop_its_function(host: &Host) -> Result<()> {
     all_is_well(host)
 }
 
-pub fn a_worker_that_is_killed_without_a_lender_is_taken_down_by_the_next(
-    host: &Host,
-) -> Result<()> {
-    let busy = Busy::new(host)?;
-    busy.lender.kill()?;
-    host.exec_ok(&format!("kill -KILL {WORKER}"), SHORT)?;
-    // The VMM holds a descriptor of the device, and with it the domain.
-    let lender = host.lend(HERE, &format!("--vfio disk0={DRIVE}"))?;
+/// Kills the process that `find` prints, and waits for the next one.
+fn kill(host: &Host, find: &str) -> Result<()> {
+    let killed = host.exec_ok(&format!("p=$({find}); kill -KILL $p; echo $p"), SHORT)?;
+    let killed = killed.trim();
+    ensure!(killed.parse::<u32>().is_ok(), "not one process: {killed}");
+    host.wait_for(&format!(
+        "p=$({find}); [ -n \"$p\" ] && [ \"$p\" != {killed} ]"
+    ))
+}
+
+const FIND_WORKER: &str = "grep -l leas[e]-worker /proc/[0-9]*/cmdline | cut -d/ -f3";
+
+/// The backend, which is a child of its keeper, as the spare is.
+const FIND_BACKEND: &str = "for p in $(cat /proc/$(cat /run/backend-a.pid)/task/*/children); do
+    [ $(cat /proc/$p/comm) = farside ] && echo $p; done";
+
+/// Number of kills, unless `FARSIDE_KILLS` is set.
+const KILLS: u64 = 20;
+
+/// Kills in the life of a scripted VMM, which is limited.
+const IN_A_LIFE: u64 = 20;
+
+/// Kills the process that `find` prints while the function does DMA and raises interrupts, then while it writes data, which is compared.
+fn goes_on_over(mut busy: Busy<'_>, find: &str) -> Result<()> {
+    let host = busy.host;
+    let kill = || kill(host, find);
+    let mut left = from_env("FARSIDE_KILLS")?.unwrap_or(KILLS);
+    while left > 0 {
+        let now = left.min(IN_A_LIFE);
+        left -= now;
+        for _ in 0..now {
+            kill()?;
+            goes_on(host)?;
+            ensure!(mapped(host)? > 0, "nothing is mapped for the device");
+        }
+        busy.vmm.kill()?;
+        host.wait_free()?;
+        ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
+        busy.vmm = Scripted::start(host, HERE, "a", "disk0")?;
+        busy.vmm.step("driver")?;
+        if left > 0 {
+            busy.begin()?;
+        }
+    }
+    for _ in 0..5 {
+        busy.vmm.begin("io 24M")?;
+        kill()?;
+        kill()?;
+        let answer = busy.vmm.answer()?;
+        ensure!(answer["ok"] == true, "{answer}");
+    }
+    // What it is refused from now on is refused as before.
+    busy.vmm.step("unmap high")?;
+    let faults = host.exec_ok(FAULTS, SHORT)?;
+    busy.vmm.step("rogue 0x100000000")?;
+    host.wait_for(&format!("[ $({FAULTS}) -gt {} ]", faults.trim()))?;
+    busy.vmm.quit()?;
     host.wait_free()?;
     ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
-    busy.vmm.kill()?;
     busy.backend.stop()?;
-    lender.stop()?;
+    busy.lender.stop()?;
     all_is_well(host)
 }
 
-pub fn a_killed_worker_leaves_no_mapping_to_the_vmm_that_lives(host: &Host) -> Result<()> {
+const FAULTS: &str = "dmesg | grep 'DMAR: .DMA' | wc -l";
+
+pub fn a_worker_that_is_killed_does_not_stop_its_function(host: &Host) -> Result<()> {
     let busy = Busy::new(host)?;
-    host.exec_ok(&format!("kill -KILL {WORKER}"), SHORT)?;
-    // The VMM holds a descriptor of the device, and with it the domain.
+    goes_on_over(busy, FIND_WORKER)
+}
+
+pub fn a_backend_that_is_killed_does_not_stop_its_function(host: &Host) -> Result<()> {
+    let busy = Busy::with(host, "--keeper")?;
+    goes_on_over(busy, FIND_BACKEND)
+}
+
+pub fn a_function_goes_on_without_lender_and_worker(host: &Host) -> Result<()> {
+    let mut busy = Busy::new(host)?;
+    for _ in 0..3 {
+        busy.lender.kill()?;
+        host.exec_ok(&format!("kill -KILL {WORKER}"), SHORT)?;
+        busy.lender = host.lend(HERE, &format!("--vfio disk0={DRIVE}"))?;
+        host.wait_for(&format!("[ -n \"{WORKER}\" ]"))?;
+        goes_on(host)?;
+    }
+    busy.vmm.kill()?;
     host.wait_free()?;
     ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
-    let log = busy.lender.log()?;
-    ensure!(log.contains("was ended by signal 9"), "{log}");
-    busy.vmm.kill()?;
     busy.backend.stop()?;
+    busy.lender.stop()?;
+    all_is_well(host)
+}
+
+/// A function of a worker that is gone, and that its backend does not ask for.
+fn kept<'a>(host: &'a Host) -> Result<Busy<'a>> {
+    let busy = Busy::new(host)?;
+    host.exec_ok("kill -STOP $(cat /run/backend-a.pid)", SHORT)?;
+    host.exec_ok(&format!("kill -KILL {WORKER}"), SHORT)?;
+    busy.lender.wait_log("kept for its VM")?;
+    ensure!(mapped(host)? > 0, "nothing is mapped for the device");
+    Ok(busy)
+}
+
+pub fn a_kept_function_is_stopped_when_its_backend_goes(host: &Host) -> Result<()> {
+    let busy = kept(host)?;
+    // The VMM holds a descriptor of the device, and with it the domain.
+    busy.backend.kill()?;
+    host.wait_free()?;
+    ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
+    busy.vmm.kill()?;
+    busy.lender.stop()?;
+    all_is_well(host)
+}
+
+pub fn a_kept_function_is_stopped_by_a_revocation(host: &Host) -> Result<()> {
+    let busy = kept(host)?;
+    host.exec_ok("farside revoke disk0 --limit 0", SHORT)?;
+    ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
+    busy.vmm.kill()?;
+    busy.backend.kill()?;
     busy.lender.stop()?;
     all_is_well(host)
 }

@@ -49,7 +49,7 @@ fn main() {
         unfit::a_host_without_an_iommu_says_how_to_turn_one_on,
         unfit::an_iommu_that_the_kernel_leaves_off_is_told_from_none,
     ];
-    let shared: [(&str, Shared); 22] = tests![
+    let shared: [(&str, Shared); 25] = tests![
         functions::what_cannot_be_lent_stays_with_its_driver,
         functions::a_group_that_the_host_uses_names_its_members,
         functions::what_is_in_use_is_taken_by_force_alone,
@@ -68,8 +68,11 @@ fn main() {
         ntb::what_no_ntb_can_do_is_told_before_the_vm_starts,
         ntb::ports_that_do_not_fit_together_are_told_so,
         killed::a_killed_lender_does_not_stop_its_function,
-        killed::a_worker_that_is_killed_without_a_lender_is_taken_down_by_the_next,
-        killed::a_killed_worker_leaves_no_mapping_to_the_vmm_that_lives,
+        killed::a_worker_that_is_killed_does_not_stop_its_function,
+        killed::a_backend_that_is_killed_does_not_stop_its_function,
+        killed::a_function_goes_on_without_lender_and_worker,
+        killed::a_kept_function_is_stopped_when_its_backend_goes,
+        killed::a_kept_function_is_stopped_by_a_revocation,
         killed::a_killed_backend_gives_its_device_back,
         killed::a_killed_vmm_gives_its_device_back,
     ];

@@ -67,7 +67,7 @@ impl Borrower {
         cancel: Arc<AtomicBool>,
         (record, left): (LeaseRecord, LeftLease),
     ) -> Self {
-        let (borrow, borrow_unanswered) = resume::left(&settings, left, &record);
+        let (borrow, borrow_unanswered) = resume::left(&settings, &described, left, &record);
         if !matches!(borrow, Borrow::Away(_)) {
             record.clear();
         }

@@ -62,15 +62,20 @@ impl Client {
     pub fn hang_up(&mut self, timeout: Duration) -> bool {
         // If the lender closed the connection first, `receive` reports it.
         let _ = self.channel.shut_down_sending();
-        self.is_closed(timeout)
+        // A function that was left running is not stopped before.
+        self.wait(timeout, false)
     }
 
     /// Waits for at most `timeout` until the lender has closed the connection, or has sent
-    /// [`Reply::ProcessEnded`]: then the device does no DMA. Drops what it sends before.
+    /// [`Reply::ProcessEnded`]: then a model does no DMA. Drops what it sends before.
     pub fn is_closed(&mut self, timeout: Duration) -> bool {
+        self.wait(timeout, true)
+    }
+
+    fn wait(&mut self, timeout: Duration, for_process: bool) -> bool {
         self.failed = true;
         let deadline = Instant::now() + timeout;
-        while !self.process_ended {
+        while !(for_process && self.process_ended) {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.channel.receive::<Reply>(left) {
                 Err(ChannelError::Closed) => return true,

@@ -37,6 +37,17 @@ fn parts(iommu: serde_json::Value) -> HandleParts {
     serde_json::from_value(parts).expect("parts")
 }
 
+/// As version 2 has them.
+fn adoptable() -> HandleParts {
+    let region = json!({"can_map": true, "size": 0x4000, "file_offset": 1u64 << 40, "sparse": [[0, 0x2000]]});
+    let irq = json!({"flags": 9, "count": 4});
+    let parts = json!({
+        "bdf": "0000:03:00.0", "config_offset": 7u64 << 40, "iommu": {"Iommufd": {"ioas": 3}},
+        "info": {"regions": [region], "irqs": [irq, irq, irq, irq, irq], "can_reset": true},
+    });
+    serde_json::from_value(parts).expect("parts")
+}
+
 fn probed() -> Probed {
     let description = json!({
         "config": [0x86, 0x80, 1, 2],
@@ -112,6 +123,12 @@ fn leases() -> Vec<(&'static str, KeptLease)> {
         ("function-open", function(Some(iommufd))),
         ("function-type1", function(Some(parts(json!("Type1"))))),
     ]
+}
+
+/// Since version 2.
+fn later_leases() -> Vec<(&'static str, KeptLease)> {
+    let function = KeptDevice::Function(Box::new(probed()), Some(adoptable()));
+    vec![("function-adoptable", lease(function))]
 }
 
 fn report() -> Report {
@@ -277,6 +294,8 @@ fn calls() -> Vec<Call> {
     let over = |it| Call::Released(Release::Over(it));
     calls.extend(revocations.map(over));
     calls.extend(lines.map(|it| Call::Line(it, "device disk0: a line".into())));
+    // Since version 2.
+    calls.push(Call::Opened(adoptable()));
     calls
 }
 
@@ -302,7 +321,8 @@ fn numbered<T: Serialize>(name: &str, messages: Vec<T>) -> Vec<Example> {
 
 /// All that outlives a broker, as this version has it.
 fn examples() -> Vec<Example> {
-    let leases = leases().into_iter().map(|(name, lease)| {
+    let leases = leases().into_iter().chain(later_leases());
+    let leases = leases.map(|(name, lease)| {
         let record = serde_json::to_string(&lease.recorded()).expect("a lease");
         // It changes with each release.
         let record = record.replace(&format!("\"farside\":\"{FARSIDE}\""), "\"farside\":\"x\"");
@@ -335,8 +355,9 @@ fn the_format_of_leases_has_not_changed_without_its_version() {
 fn leases_of_this_version_and_of_the_one_before_are_read() {
     for version in LEASES.oldest()..=LEASES.version() {
         let mut expected = leases();
-        if version == 1 {
-            expected = expected.into_iter().map(version_1).collect();
+        match version {
+            1 => expected = expected.into_iter().map(version_1).collect(),
+            _ => expected.extend(later_leases()),
         }
         let sample = samples::read(&sample(version));
         for (name, lease) in expected {

@@ -165,6 +165,8 @@ impl World {
                 assert!(generation <= device.last, "overtook the lease that it ends");
                 device.superseded = Some(generation);
             }
+            // Its devices have media.
+            Ok(DeviceRequest::LetGo(_)) => unreachable!("of a device that is no function"),
             Ok(DeviceRequest::End(_)) => {
                 assert!(matches!(device.state, State::Quiet), "removed with a lease");
                 device.ended = true;

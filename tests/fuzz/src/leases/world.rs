@@ -5,7 +5,7 @@ use std::{collections::VecDeque, path::PathBuf, time::Duration};
 use farside_daemon::{DeviceId, LenderName, VmName};
 use farside_lender_protocol::{
     Availability, Channel, DeviceEntry, Envelope, Generation, HeldFence, RemoteError, Reply,
-    Request, Revocation, VERSION,
+    Request, Revocation, Transport, VERSION,
 };
 use tempfile::TempDir;
 
@@ -531,7 +531,7 @@ fn grant<'a>(
 ) -> Result<(Grant<'a>, Option<GrantedChain>), RemoteError> {
     match going {
         Some(going) => {
-            let granted = registry.grant_medium(device, vm, fence, going);
+            let granted = registry.grant_medium(device, (vm, Transport::Network), fence, going);
             granted.map(|(grant, chain)| (grant, Some(chain)))
         }
         None => {

@@ -10,8 +10,8 @@ use std::{
 };
 
 use farside_lender_protocol::{
-    CallError, ChannelError, Client, IrqUpdate, Keeping, Lease as Granted, Secret, Transport,
-    served,
+    BarOwner, CallError, ChannelError, Client, Described, IrqUpdate, Keeping, Lease as Granted,
+    Secret, Transport, served,
 };
 
 use super::{
@@ -22,7 +22,7 @@ use super::{
     Borrower, HANG_UP_TIMEOUT,
 };
 use crate::{
-    borrow::{Setup, State, Step, path::OpenPath},
+    borrow::{Setup, State, Step, bars::LeasedBars, error::PathError, path::OpenPath},
     records::{LeaseRecord, LeftConnection, LeftLease, Recorded},
 };
 
@@ -44,6 +44,8 @@ pub(in crate::borrow::worker) struct Away {
     asked: Option<Recorded>,
     /// The former worker is gone: until then it may reach guest memory.
     is_alone: bool,
+    /// The device is a function, whose DMA does not end with its worker.
+    is_function: bool,
     /// The former worker could not be set up, or is that of a backend that was killed. It runs until the lender ends it
     /// for the next attempt.
     is_useless: bool,
@@ -64,12 +66,14 @@ impl Away {
         connections: Vec<LeftConnection>,
         chain: Secret,
         record: &LeaseRecord,
+        is_function: bool,
     ) -> Option<Self> {
         let mut connections = recorded(settings, connections, record);
         Some(Self {
             former: connections.pop()?,
             asked: None,
             is_alone: false,
+            is_function,
             is_useless: true,
             chain,
             path: None,
@@ -97,6 +101,11 @@ impl Away {
         self.is_alone
     }
 
+    /// Whether the device does no DMA. Waits for at most `timeout`.
+    fn is_quiet(&mut self, timeout: Duration) -> bool {
+        !self.is_function && self.is_alone(timeout)
+    }
+
     /// An attempt over `client` has failed.
     fn attempt_failed(&mut self, client: Recorded, error: &CallError) {
         if matches!(error, CallError::Late(_)) && client.awaits_answer() {
@@ -118,7 +127,7 @@ impl Away {
 
     /// Gives the lease up. Returns the connections of workers that may still be there, and the memory.
     pub(in crate::borrow::worker) fn into_former(mut self) -> (Vec<Recorded>, Option<OpenPath>) {
-        if !self.is_alone {
+        if !self.is_alone || self.is_function {
             self.others.push(self.former);
         }
         (self.others, self.path)
@@ -132,7 +141,12 @@ impl Away {
 
 /// How a borrow begins after a backend that was killed, and whether the lender may not have noticed yet that the lease of
 /// that one is over.
-pub(super) fn left(settings: &Settings, left: LeftLease, record: &LeaseRecord) -> (Borrow, bool) {
+pub(super) fn left(
+    settings: &Settings,
+    described: &Described,
+    left: LeftLease,
+    record: &LeaseRecord,
+) -> (Borrow, bool) {
     match left {
         LeftLease::Fresh => (Borrow::Unleased, false),
         LeftLease::None(connections) => {
@@ -144,7 +158,8 @@ pub(super) fn left(settings: &Settings, left: LeftLease, record: &LeaseRecord) -
             (Borrow::Lost, true)
         }
         LeftLease::GoesOn { connections, chain } => {
-            let away = Away::left(settings, connections, chain, record).map(Box::new);
+            let is_function = described.bars == BarOwner::Lender;
+            let away = Away::left(settings, connections, chain, record, is_function).map(Box::new);
             (away.map_or(Borrow::Lost, Borrow::Away), false)
         }
     }
@@ -216,6 +231,7 @@ impl Borrower {
                     former: client,
                     asked: None,
                     is_alone: false,
+                    is_function: self.described.bars == BarOwner::Lender,
                     is_useless: false,
                     chain,
                     path: path.filter(|_| was_open),
@@ -244,7 +260,7 @@ impl Borrower {
             Step::Abandon => {}
             Step::Return => self.enter(State::Unleased),
             Step::Close | Step::Stop | Step::Block(_) | Step::Reset | Step::Unmap(_) => {
-                if !away.is_alone(HANG_UP_TIMEOUT) {
+                if !away.is_quiet(HANG_UP_TIMEOUT) {
                     return Err(CallError::Late(HANG_UP_TIMEOUT).into());
                 }
                 match (step, &mut away.path) {
@@ -314,9 +330,14 @@ impl Borrower {
                 client.reset()?;
                 away.reset = false;
             }
-            if let Some(path) = &mut away.path {
-                path.reopen(&mut client)?;
-                client.enable_bus_master()?;
+            match &mut away.path {
+                Some(path) => {
+                    path.reopen(&mut client)?;
+                    client.enable_bus_master()?;
+                }
+                // It may have been killed before the function was stopped.
+                None if away.is_function && !setup.may_dma => client.close()?,
+                None => {}
             }
             Ok(())
         };
@@ -326,6 +347,14 @@ impl Borrower {
             away.is_useless = !is_cut(&error);
             return Err(error);
         }
+        // Of a function; those of a model are the client's.
+        let bars = LeasedBars::new(
+            &self.described.description,
+            None,
+            &granted.bars,
+            granted.files,
+        );
+        let bars = bars.map_err(PathError::from)?;
         let chain = granted.chain.unwrap_or(away.chain);
         self.record.set(Some(chain));
         let lease = Lease {
@@ -342,7 +371,7 @@ impl Borrower {
         Ok(NewLease {
             generation,
             registers: granted.registers,
-            bars: Vec::new(),
+            bars: bars.files,
             goes_on: true,
             served,
         })
