@@ -103,6 +103,19 @@ pub struct NtbMoves {
     pub data_ok: bool,
 }
 
+/// Facts about a physical device that is attached to a running guest, and detached.
+#[derive(Clone, Debug, Default)]
+pub struct PlugFacts {
+    /// Whether the guest read back from the device what it wrote to it, and the image has it.
+    pub data_ok: bool,
+    /// Whether the device has no lease, and no memory is mapped for it, once it is detached.
+    pub is_returned: bool,
+    /// Whether attaching it again is refused while that VM runs, with its name.
+    pub is_refused_by_name: bool,
+    /// Whether a guest that is started afterwards has it attached and reads the data.
+    pub works_again: bool,
+}
+
 /// Facts about two virtual functions, each lent to a guest.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct VfFacts {
@@ -231,6 +244,28 @@ impl NtbMoves {
                 through == [true, false, true, false],
             ),
             check("the disk has what it wrote on both", self.data_ok),
+        ]
+    }
+}
+
+impl PlugFacts {
+    /// The conditions to hold, and whether they do.
+    pub fn checks(&self) -> Vec<(String, bool)> {
+        let check = |what: &str, holds| (what.to_owned(), holds);
+        vec![
+            check(
+                "the guest read what it wrote to the attached device, and the image has it",
+                self.data_ok,
+            ),
+            check(
+                "the detached device is returned, with no memory mapped for it",
+                self.is_returned,
+            ),
+            check(
+                "attaching it again to the QEMU that still has it open is refused, with its name",
+                self.is_refused_by_name,
+            ),
+            check("the next guest read the data", self.works_again),
         ]
     }
 }

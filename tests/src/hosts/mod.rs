@@ -8,6 +8,7 @@
 //!   a VM moves between the two and a third;
 //! - [`moves_through_ntb`]: two hosts that an NTB and a network connect; a VM with a physical device moves
 //!   between them;
+//! - [`plugged`]: lender and borrower are one host, and the device is attached to a running guest;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
 //! - [`cloud_hypervisor`]: one host, and another VMM than QEMU;
@@ -22,6 +23,7 @@ mod iommufd;
 mod moves;
 mod network;
 mod play;
+mod plugged;
 mod programs;
 mod scripted;
 mod sharing;
@@ -29,7 +31,7 @@ mod stage;
 mod vfs;
 
 pub use cloud_hypervisor::{CloudHypervisorFacts, cloud_hypervisor};
-pub use facts::{Facts, NetworkFacts, NtbMoves, SharingFacts, VfFacts};
+pub use facts::{Facts, NetworkFacts, NtbMoves, PlugFacts, SharingFacts, VfFacts};
 pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::{Programs, stripped};
 
@@ -76,6 +78,11 @@ pub fn shared_windows(set: &Set<'_>) -> Result<SharingFacts> {
 /// A VM with a physical device moves between its host and one that reaches it through an NTB.
 pub fn moves_through_ntb(set: &Set<'_>) -> Result<NtbMoves> {
     moves::through_ntb(set)
+}
+
+/// A physical device is attached to a running guest of its host, and detached.
+pub fn plugged(set: &Set<'_>) -> Result<PlugFacts> {
+    plugged::plugged(set)
 }
 
 /// Two virtual functions of one device, lent simultaneously to two guests.

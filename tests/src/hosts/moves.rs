@@ -154,15 +154,20 @@ pub(super) fn through_ntb(set: &Set<'_>) -> Result<NtbMoves> {
     Ok(facts)
 }
 
-/// Writes the VM's configuration: these `lines`, and no fact about a host.
-fn describe(host: &Host, expected: &Expected<'_>, lines: &str) -> Result<()> {
+/// Writes the VM's configuration: `device`, these `lines`, and no fact about a host.
+pub(super) fn describe(
+    host: &Host,
+    expected: &Expected<'_>,
+    device: &str,
+    lines: &str,
+) -> Result<()> {
     let accel = match host.guests_accel() {
         Accel::Kvm => "kvm",
         Accel::Tcg => "tcg",
     };
     let args = [expected.args(), vec![PREALLOCATED.to_owned()]].concat();
     let toml = format!(
-        "{lines}devices = [\"{DEVICE}\"]\nmemory = \"256 MiB\"\naccel = \"{accel}\"\nqemu-args = {}",
+        "{lines}devices = [\"{device}\"]\nmemory = \"256 MiB\"\naccel = \"{accel}\"\nqemu-args = {}",
         serde_json::to_string(&args)?
     );
     let path = format!("/etc/farside/vm/{VM}.toml");
@@ -208,7 +213,7 @@ impl<'a> Journey<'a> {
         (set.tell)("starting the VM that moves");
         let (host, at) = hosts[0];
         let expected = host.expect_guest(VM)?;
-        describe(host, &expected, lines)?;
+        describe(host, &expected, DEVICE, lines)?;
         host.exec_ok(&format!("farside start {VM}"), BOOT)?;
         let mut journey = Self {
             set,

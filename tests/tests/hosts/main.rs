@@ -17,7 +17,7 @@ fn main() {
     let mut args = Arguments::from_args();
     // Each runs two or three VMs, some of them nested, and uses the whole machine.
     args.test_threads.get_or_insert(1);
-    let tests: [(&str, Test); 6] = [
+    let tests: [(&str, Test); 7] = [
         (
             "a_guest_uses_a_physical_drive_of_its_own_host",
             a_guest_uses_a_physical_drive_of_its_own_host,
@@ -37,6 +37,10 @@ fn main() {
         (
             "a_vm_with_a_physical_drive_moves_through_an_ntb",
             a_vm_with_a_physical_drive_moves_through_an_ntb,
+        ),
+        (
+            "a_physical_drive_is_attached_to_a_running_guest",
+            a_physical_drive_is_attached_to_a_running_guest,
         ),
         (
             "two_guests_use_a_virtual_function_each_of_one_adapter",
@@ -88,6 +92,11 @@ fn two_devices_of_a_guest_share_windows_through_an_ntb(set: &Set<'_>) -> anyhow:
 
 fn a_vm_with_a_physical_drive_moves_through_an_ntb(set: &Set<'_>) -> anyhow::Result<()> {
     let facts = hosts::moves_through_ntb(set)?;
+    judge(facts.checks(), &facts)
+}
+
+fn a_physical_drive_is_attached_to_a_running_guest(set: &Set<'_>) -> anyhow::Result<()> {
+    let facts = hosts::plugged(set)?;
     judge(facts.checks(), &facts)
 }
 
