@@ -434,7 +434,7 @@ impl Device {
         match self.outage {
             Some(_) => self.log.cut(self.bars.state_page(), lease.served),
             None => {
-                let page = self.bars.state_page().filter(|_| lease.goes_on);
+                let page = self.bars.state_page().filter(|_| lease.counts);
                 self.log.begin(page);
                 if lease.goes_on {
                     let state = &self.settings.network;

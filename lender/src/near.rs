@@ -16,7 +16,7 @@ use farside_devices::Device;
 use farside_fabric::{NtbLimits, SharedQuota, VmShare, soft::Adapter};
 use farside_lender_protocol::{
     Availability, BorrowedBy, Channel, DeviceEntry, DeviceStatus, Generation, MAX_REVOKE_LIMIT,
-    RemoteError, Transport,
+    RemoteError, Secret, Transport,
 };
 
 use crate::{
@@ -24,7 +24,7 @@ use crate::{
     device_loop::{DeviceLoop, Home, Line},
     model::ModelDevice,
     refusals::internal,
-    registry::{DeviceRequest, Lease, Release, RequestQueue},
+    registry::{DeviceRequest, GrantedChain, Lease, Release, RequestQueue},
     tokens::RegisterTokens,
 };
 
@@ -48,6 +48,17 @@ pub struct Near {
     handle: Handle,
     stop: Wakeup,
     thread: Option<JoinHandle<()>>,
+}
+
+/// Where the state of a controller outlives its process.
+#[derive(Debug)]
+pub struct KeptState {
+    /// A sealed file of the size that the lender describes.
+    pub file: OwnedFd,
+    /// The chain of the lease of the medium.
+    pub chain: Secret,
+    /// The file has the state of a controller before.
+    pub goes_on: bool,
 }
 
 /// A handle on the lease of a controller.
@@ -81,7 +92,7 @@ impl Handle {
 
 impl Near {
     /// Starts the controller `device` under a lease, of which the borrower learns through `connection`, as
-    /// of one that it has asked a lender for.
+    /// of one that it has asked a lender for. With `kept` its state outlives this process, or goes on from that of one before.
     ///
     /// # Errors
     /// The system is out of threads or descriptors, or `device` is invalid.
@@ -92,6 +103,7 @@ impl Near {
         generation: Generation,
         connection: Channel,
         (bar_memory, quota): (Vec<OwnedFd>, SharedQuota),
+        kept: Option<KeptState>,
     ) -> Result<Self, RemoteError> {
         let entry = DeviceEntry {
             id: id.clone(),
@@ -130,14 +142,18 @@ impl Near {
             stop,
             thread: Some(thread),
         };
+        let chain = kept.as_ref().map(|kept| GrantedChain {
+            secret: kept.chain,
+            goes_on: kept.goes_on,
+        });
         near.handle.queue.post(DeviceRequest::Lease(Lease {
             connection,
             vm: vm.clone(),
             generation,
             transport: Transport::SharedMemory,
             bar_memory,
-            state: None,
-            chain: None,
+            state: kept.map(|kept| kept.file),
+            chain,
         }))?;
         Ok(near)
     }

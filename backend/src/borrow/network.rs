@@ -18,14 +18,16 @@ use farside_devices::{
     remote::Model,
 };
 use farside_error_chain::Chain;
-use farside_lender::near::{Handle, Near};
+use farside_lender::near::{Handle, KeptState, Near};
 use farside_lender_protocol::{
-    CallError, Channel, Client, Described, DeviceStatus, ErrorKind, Generation, Lease, MediumLease,
-    Secret,
+    CallError, Channel, Client, Described, DeviceStatus, ErrorKind, Lease, MediumLease, Secret,
 };
 use farside_medium::Link;
 
-use super::worker::{Settings, WorkError};
+use super::{
+    Setup,
+    worker::{Settings, WorkError},
+};
 
 /// Time limit for connecting, and for the lender's answers.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
@@ -143,20 +145,25 @@ impl fmt::Debug for Remote {
 /// The lease of a controller in this process.
 pub(super) struct Leased {
     pub(super) client: Client,
+    /// Its chain is the right of the next backend to go on, with the controller's state.
     pub(super) lease: Lease,
-    pub(super) generation: Generation,
     pub(super) remote: Remote,
 }
 
-/// Borrows the device's medium through `client`, and starts its controller.
+/// Borrows the device's medium through `client`, and starts its controller, which goes on from the state of one before if
+/// the lease `resumes` a chain.
 pub(super) fn borrow(
     settings: &Settings,
     described: &Described,
     client: Client,
-    bar_memory: Vec<OwnedFd>,
+    setup: &Setup,
+    resumes: Option<Secret>,
 ) -> Result<Leased, WorkError> {
+    let copy = |file: &Arc<OwnedFd>| file.try_clone().map_err(WorkError::System);
+    let bar_memory = setup.bar_files.iter().map(copy).collect::<Result<_, _>>()?;
+    let state = setup.state.as_ref().map(copy).transpose()?;
     let lender = client.lender().to_owned();
-    let (medium, link) = lend(settings, client, None)?;
+    let (medium, link) = lend(settings, client, resumes)?;
     let invalid = |why: &dyn fmt::Display| {
         WorkError::from(CallError::Unexpected(format!(
             "a medium that no controller fits: {why}"
@@ -178,6 +185,11 @@ pub(super) fn borrow(
         return Err(WorkError::Changed(settings.device.clone()));
     }
     let (ours, theirs) = Channel::pair().map_err(WorkError::System)?;
+    let kept = state.map(|file| KeptState {
+        file,
+        chain,
+        goes_on: resumes.is_some(),
+    });
     let near = Near::start(
         &settings.device,
         &settings.vm,
@@ -185,6 +197,7 @@ pub(super) fn borrow(
         generation,
         theirs,
         (bar_memory, settings.quota.clone()),
+        kept,
     )
     .map_err(CallError::from)?;
     let leased = Client::leased(ours, &settings.lender, lender, settings.dialer.clone());
@@ -208,7 +221,6 @@ pub(super) fn borrow(
     Ok(Leased {
         client,
         lease,
-        generation,
         remote: Remote { _near: near, state },
     })
 }

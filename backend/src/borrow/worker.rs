@@ -151,6 +151,8 @@ pub(crate) struct NewLease {
     pub(crate) bars: Vec<Option<BarFile>>,
     /// It goes on when its process has ended.
     pub(crate) goes_on: bool,
+    /// Register accesses are counted in the file of its state.
+    pub(crate) counts: bool,
     /// How many register accesses the process before has served, of a lease that goes on.
     pub(crate) served: u64,
 }

@@ -2,14 +2,7 @@ use farside_lender_protocol::BarOwner;
 
 use super::*;
 
-/// A handover between the record of a lease and its message would be answered, no lease being
-/// there, and the lease would begin behind the fence.
-#[test]
-fn a_handover_does_not_overtake_the_lease_that_it_ends() {
-    let directory = tempfile::tempdir().unwrap();
-    let file = directory.path().join("lender.json");
-    let registry = Registry::new(FenceBook::load(Some(file)).unwrap());
-    let (id, vm) = ("disk0".parse().unwrap(), "a".parse().unwrap());
+fn add(registry: &Registry, id: &DeviceId) -> mpsc::Receiver<DeviceRequest> {
     let (sender, requests) = mpsc::sync_channel(MAX_REQUESTS);
     let description = farside_pci::Description {
         config: vec![0; 256],
@@ -26,10 +19,22 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
         state: 0,
     };
     let queue = RequestQueue::new(sender, Wakeup::new().unwrap());
-    let access = Access::new(&id, 0, Vec::new());
+    let access = Access::new(id, 0, Vec::new());
     registry
-        .add(&id, "model", described, queue, access, Generation(1))
+        .add(id, "model", described, queue, access, Generation(1))
         .unwrap();
+    requests
+}
+
+/// A handover between the record of a lease and its message would be answered, no lease being
+/// there, and the lease would begin behind the fence.
+#[test]
+fn a_handover_does_not_overtake_the_lease_that_it_ends() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("lender.json");
+    let registry = Registry::new(FenceBook::load(Some(file)).unwrap());
+    let (id, vm) = ("disk0".parse().unwrap(), "a".parse().unwrap());
+    let requests = add(&registry, &id);
 
     let grant = registry.grant(&id, &vm, None).unwrap();
     let lease = Lease {
@@ -68,4 +73,40 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
         })
         .collect();
     assert_eq!(generations, [("lease", 2), ("handover", 3)]);
+}
+
+#[test]
+fn a_function_goes_on_within_the_host_alone() {
+    let registry = Registry::new(FenceBook::load(None).unwrap());
+    let id: DeviceId = "nic0".parse().unwrap();
+    let _requests = add(&registry, &id);
+    assert!(!registry.can_go_on(&id, Transport::SharedMemory));
+    registry.set_function(&id);
+    assert!(registry.can_go_on(&id, Transport::SharedMemory));
+    for transport in [Transport::Network, Transport::Ntb] {
+        assert!(!registry.can_go_on(&id, transport), "{transport:?}");
+    }
+}
+
+/// It does DMA while it is kept.
+#[test]
+fn a_revocation_of_a_kept_function_waits_until_it_is_let_go() {
+    let registry = Registry::new(FenceBook::load(None).unwrap());
+    let id: DeviceId = "nic0".parse().unwrap();
+    let requests = add(&registry, &id);
+    registry.set_function(&id);
+    let a: VmName = "a".parse().unwrap();
+    let going = Going {
+        keep: Duration::from_secs(60),
+        resumes: None,
+    };
+    let of = (&a, Transport::SharedMemory);
+    let (grant, _) = registry.grant_medium(&id, of, None, going).unwrap();
+    let generation = grant.generation();
+    drop(grant);
+    registry.release(&id, generation, Release::Cut);
+    let revoke = |patience| registry.revoke(&id, Duration::ZERO, patience).unwrap();
+    assert_eq!(revoke(Duration::ZERO), Revocation::Pending);
+    assert!(matches!(requests.try_recv(), Ok(DeviceRequest::LetGo(_))));
+    assert_eq!(revoke(Duration::from_secs(60)), Revocation::Ended);
 }

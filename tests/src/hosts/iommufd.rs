@@ -154,8 +154,8 @@ fn play(host: &Host, set: &Set<'_>, facts: &mut IommufdFacts) -> Result<String> 
     facts.checksum_ok &= io["checksum_ok"] == true;
     let killed = killer.wait_for(BOOT)?;
     ensure!(killed.success(), "the workers were not killed: {killed}");
-    let again = vmm.step(&format!("io {}M", IO / MIB))?["io"].clone();
-    facts.checksum_ok &= again["checksum_ok"] == true;
+    let io = vmm.step(&format!("io {}M", IO / MIB))?["io"].clone();
+    facts.checksum_ok &= io["checksum_ok"] == true;
     facts.bytes_mapped_after_kills = mapped()?.bytes();
     (set.tell)("a scripted guest points the device outside of its RAM");
     vmm.step("rogue hole")?;

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use farside_backend_api::ConnectionState;
 use farside_lender_protocol::DeviceStatus;
 use farside_tests::{SHORT, sha256};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::stage::{IMAGE, Stage};
@@ -172,6 +173,48 @@ pub fn io_goes_on_when_worker_and_lender_are_killed(stage: &mut Stage) -> Result
         check_medium(stage, "disk0.img", &io);
     }
     Ok(())
+}
+
+/// Kills the backend, which is a child of its keeper, and returns it. `last` was killed before.
+fn kill_backend(stage: &Stage, keeper: usize, last: Option<Pid>) -> Result<Pid> {
+    stage.wait("a backend", |stage| {
+        let backend = stage.children(keeper).into_iter().next();
+        let backend = backend.filter(|it| Some(*it) != last);
+        Ok(backend.filter(|it| kill_process(*it, Signal::KILL).is_ok()))
+    })
+}
+
+pub fn io_goes_on_when_the_backend_is_killed(stage: &mut Stage) -> Result<()> {
+    stage.use_tls()?;
+    let lender = stage.lend("disk0.img")?;
+    let keeper = stage.serve_kept("web1", 120)?;
+    stage.boot("web1")?.step("io 1M")?;
+    let mut last = None;
+    for round in 0..20u64 {
+        let offset = (8 + 4 * (round % 10)) << 20;
+        stage.vmm()?.begin(&format!("io 4M {offset}"))?;
+        last = Some(kill_backend(stage, keeper, last)?);
+        match round % 4 {
+            2 => last = Some(kill_backend(stage, keeper, last)?),
+            3 => {
+                let pid = stage.daemon(lender).pid().to_string();
+                // It may be between two workers.
+                let _ = stage.far.run("pkill", &["-KILL", "-P", &pid]);
+            }
+            _ => {}
+        }
+        let io = stage.vmm()?.succeeded()?;
+        check_medium(stage, "disk0.img", &io);
+    }
+    let status = stage.near_status()?.0;
+    let restarts = status.backend("web1").and_then(|it| it.restarts);
+    assert_eq!(restarts, Some(25));
+    stage.end_vmm();
+    stage.wait("disk0 free", |stage| {
+        let status = stage.far_status()?.0;
+        let entry = &status.lent("disk0").context("no disk0")?.entry;
+        Ok((entry.borrowed_by.is_none() && entry.kept.is_none()).then_some(()))
+    })
 }
 
 pub fn a_drive_that_is_out_of_reach_for_too_long_is_given_up(stage: &mut Stage) -> Result<()> {

@@ -44,6 +44,7 @@ fn main() {
         cuts::a_young_lease_is_kept_for_all_of_the_time,
         cuts::io_goes_on_after_a_silent_cut,
         cuts::io_goes_on_when_worker_and_lender_are_killed,
+        cuts::io_goes_on_when_the_backend_is_killed,
         cuts::a_drive_that_is_out_of_reach_for_too_long_is_given_up,
         cuts::a_vm_does_not_go_on_with_another_image_of_the_same_size,
         cuts::a_revoked_vm_does_not_go_on_when_the_network_is_back,

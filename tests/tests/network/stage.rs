@@ -12,6 +12,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use farside_testbed::die_with_us;
 use farside_tests::{Daemon, SHORT, Status, farside_program, scripted_vmm_program, testbed};
+use rustix::process::Pid;
 use serde_json::Value;
 
 /// Where each host has its files: the same name, and different file systems.
@@ -270,6 +271,21 @@ impl Stage {
 
     /// As [`Stage::serve`], with another device.
     pub fn serve_device(&mut self, vm: &str, device: &str, lost_after: u64) -> Result<usize> {
+        self.serve_with(vm, device, lost_after, &[])
+    }
+
+    /// As [`Stage::serve`], with a keeper.
+    pub fn serve_kept(&mut self, vm: &str, lost_after: u64) -> Result<usize> {
+        self.serve_with(vm, "disk0", lost_after, &["--keeper"])
+    }
+
+    fn serve_with(
+        &mut self,
+        vm: &str,
+        device: &str,
+        lost_after: u64,
+        more: &[&str],
+    ) -> Result<usize> {
         let (address, lost_after) = (self.address(), lost_after.to_string());
         let args = [
             "serve",
@@ -282,6 +298,7 @@ impl Stage {
             "--lost-after",
             &lost_after,
         ];
+        let args = [&args, more].concat();
         let backend = self.near.start("the backend", &args)?;
         backend.wait_log("served at", SHORT)?;
         self.daemons.push(backend);
@@ -290,6 +307,11 @@ impl Stage {
 
     pub fn daemon(&mut self, at: usize) -> &mut Daemon {
         &mut self.daemons[at]
+    }
+
+    /// The child processes of a daemon.
+    pub fn children(&self, at: usize) -> Vec<Pid> {
+        self.daemons[at].children()
     }
 
     /// Starts a backend and the scripted VMM of a VM with another device.

@@ -384,18 +384,10 @@ impl Borrower {
         }
         client.set_fence(self.settings.fence()?);
         let keeps_state = self.keeps_state();
-        let (client, generation, granted, remote) = match self.settings.transport {
+        let (client, granted, remote) = match self.settings.transport {
             Transport::Network => {
-                let files = setup.bar_files.iter().map(|file| file.try_clone());
-                let files = files.collect::<Result<_, _>>().map_err(WorkError::System)?;
-                let leased = network::borrow(&self.settings, &self.described, client, files)?;
-                let network::Leased {
-                    client,
-                    lease,
-                    generation,
-                    remote,
-                } = leased;
-                (client, generation, lease, Some(remote))
+                let leased = network::borrow(&self.settings, &self.described, client, setup, None)?;
+                (leased.client, leased.lease, Some(leased.remote))
             }
             _ if keeps_state => {
                 let files = setup.files();
@@ -405,16 +397,15 @@ impl Borrower {
                     resumes: None,
                 };
                 let granted = client.borrow_and_keep(device, keeping, &files)?;
-                let generation = client.generation();
-                (client, generation, granted, None)
+                (client, granted, None)
             }
             transport => {
                 let files: Vec<_> = setup.bar_files.iter().map(|file| file.as_fd()).collect();
                 let granted = client.borrow_device(device, transport, &files)?;
-                let generation = client.generation();
-                (client, generation, granted, None)
+                (client, granted, None)
             }
         };
+        let generation = client.generation();
         self.log(
             "borrowed",
             &format!(
@@ -422,12 +413,13 @@ impl Borrower {
                 client.lender()
             ),
         );
-        let goes_on = granted.chain.is_some();
+        // Over the network, the controller is in this process: the next backend alone may go on.
+        let chain = granted.chain.filter(|_| remote.is_none());
         let client = Recorded::new(client, &self.record);
         self.record.set(granted.chain);
         self.borrow = Borrow::Leased(Lease {
             client,
-            chain: granted.chain,
+            chain,
             _remote: remote,
             bar_window: None,
             page_window: None,
@@ -445,7 +437,8 @@ impl Borrower {
             generation,
             bars: bars.files,
             registers: granted.registers,
-            goes_on,
+            goes_on: chain.is_some(),
+            counts: granted.chain.is_some(),
             served: 0,
         })
     }

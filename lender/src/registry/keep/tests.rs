@@ -49,18 +49,13 @@ fn no_description() -> Described {
 }
 
 fn add(registry: &Registry, id: &DeviceId, medium: ImageId) -> mpsc::Receiver<DeviceRequest> {
-    let requests = add_without_medium(registry, id);
-    registry.set_medium(id, medium);
-    requests
-}
-
-fn add_without_medium(registry: &Registry, id: &DeviceId) -> mpsc::Receiver<DeviceRequest> {
     let (sender, requests) = mpsc::sync_channel(MAX_REQUESTS);
     let queue = RequestQueue::new(sender, Wakeup::new().unwrap());
     let access = Access::new(id, 0, Vec::new());
     let (described, first) = (no_description(), Generation(1));
     let added = registry.add(id, "model", described, queue, access, first);
     added.unwrap();
+    registry.set_medium(id, medium);
     requests
 }
 
@@ -500,44 +495,6 @@ fn devices_that_share_a_read_only_medium_have_a_chain_each() {
     granted.map(|grant| grant.generation()).unwrap();
     assert_eq!(lender.kept().as_deref(), Some("a"));
     lender.borrow("a", Some(chain)).unwrap();
-}
-
-#[test]
-fn a_function_goes_on_within_the_host_alone() {
-    let registry = Registry::new(FenceBook::load(None).unwrap());
-    let id: DeviceId = "nic0".parse().unwrap();
-    let _requests = add_without_medium(&registry, &id);
-    assert!(!registry.can_go_on(&id, Transport::SharedMemory));
-    registry.set_function(&id);
-    assert!(registry.can_go_on(&id, Transport::SharedMemory));
-    for transport in [Transport::Network, Transport::Ntb] {
-        assert!(!registry.can_go_on(&id, transport), "{transport:?}");
-    }
-}
-
-/// It does DMA while it is kept.
-#[test]
-fn a_revocation_of_a_kept_function_waits_until_it_is_let_go() {
-    let registry = Registry::new(FenceBook::load(None).unwrap());
-    let id: DeviceId = "nic0".parse().unwrap();
-    let requests = add_without_medium(&registry, &id);
-    registry.set_function(&id);
-    let (a, going) = (
-        vm("a"),
-        Going {
-            keep: KEEP,
-            resumes: None,
-        },
-    );
-    let of = (&a, Transport::SharedMemory);
-    let (grant, _) = registry.grant_medium(&id, of, None, going).unwrap();
-    let generation = grant.generation();
-    drop(grant);
-    registry.release(&id, generation, Release::Cut);
-    let revoke = |patience| registry.revoke(&id, Duration::ZERO, patience).unwrap();
-    assert_eq!(revoke(Duration::ZERO), Revocation::Pending);
-    assert!(matches!(requests.try_recv(), Ok(DeviceRequest::LetGo(_))));
-    assert_eq!(revoke(Duration::from_secs(60)), Revocation::Ended);
 }
 
 /// A revocation cannot be undone, whatever becomes of the lender meanwhile.

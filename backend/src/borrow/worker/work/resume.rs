@@ -22,7 +22,7 @@ use super::{
     Borrower, HANG_UP_TIMEOUT,
 };
 use crate::{
-    borrow::{Setup, State, Step, bars::LeasedBars, error::PathError, path::OpenPath},
+    borrow::{Setup, State, Step, bars::LeasedBars, error::PathError, network, path::OpenPath},
     records::{LeaseRecord, LeftConnection, LeftLease, Recorded},
 };
 
@@ -305,6 +305,9 @@ impl Borrower {
             return Err(CallError::Late(GONE_TIMEOUT).into());
         }
         let asked = away.asked.take();
+        if self.settings.transport == Transport::Network {
+            return self.resume_remote(setup);
+        }
         let (mut client, granted) = self.ask(asked, setup)?;
         let Borrow::Away(away) = &mut self.borrow else {
             return Err(cut());
@@ -320,12 +323,9 @@ impl Borrower {
         let served = setup.state_page.as_ref().map_or(0, served);
         let generation = client.generation();
         client.set_deadline(Some(Instant::now() + SET_UP_TIMEOUT));
+        let relay = self.settings.relay_interrupts;
         let mut go_on = || -> Result<(), WorkError> {
-            client.set_intx_disable(setup.intx_disable)?;
-            for request in &setup.irqs {
-                let (update, fds) = IrqUpdate::new(request, self.settings.relay_interrupts);
-                client.set_irqs(update, &fds)?;
-            }
+            set_up_interrupts(&mut client, setup, relay)?;
             if away.reset {
                 client.reset()?;
                 away.reset = false;
@@ -373,6 +373,39 @@ impl Borrower {
             registers: granted.registers,
             bars: bars.files,
             goes_on: true,
+            counts: true,
+            served,
+        })
+    }
+
+    /// As [`resume`](Self::resume), of a controller in the backend that was killed: it is started again here.
+    fn resume_remote(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
+        let Borrow::Away(away) = &self.borrow else {
+            return Err(cut());
+        };
+        let (chain, page_window) = (away.chain, away.page_window);
+        let mut client = self.connect(Instant::now() + LEASE_TIMEOUT + SET_UP_TIMEOUT)?;
+        client.set_fence(self.settings.fence()?);
+        let described = &self.described;
+        let leased = network::borrow(&self.settings, described, client, setup, Some(chain))?;
+        let served = setup.state_page.as_ref().map_or(0, served);
+        let mut client = Recorded::new(leased.client, &self.record);
+        let generation = client.generation();
+        client.set_deadline(Some(Instant::now() + SET_UP_TIMEOUT));
+        set_up_interrupts(&mut client, setup, self.settings.relay_interrupts)?;
+        self.borrow = Borrow::Leased(Lease {
+            client,
+            chain: None,
+            _remote: Some(leased.remote),
+            bar_window: None,
+            page_window,
+        });
+        Ok(NewLease {
+            generation,
+            registers: leased.lease.registers,
+            bars: Vec::new(),
+            goes_on: false,
+            counts: true,
             served,
         })
     }
@@ -411,6 +444,15 @@ impl Borrower {
     pub(super) fn keeps_state(&self) -> bool {
         self.described.state != 0 && self.settings.transport == Transport::SharedMemory
     }
+}
+
+fn set_up_interrupts(client: &mut Client, setup: &Setup, relay: bool) -> Result<(), WorkError> {
+    client.set_intx_disable(setup.intx_disable)?;
+    for request in &setup.irqs {
+        let (update, fds) = IrqUpdate::new(request, relay);
+        client.set_irqs(update, &fds)?;
+    }
+    Ok(())
 }
 
 fn cut() -> WorkError {
