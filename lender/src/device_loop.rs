@@ -29,14 +29,17 @@ use std::{
 use farside_daemon::{DeviceId, Wakeup};
 use farside_devices::block::ImageId;
 use farside_fabric::SharedQuota;
-use farside_lender_protocol::{Channel, Generation, LimitUse, RemoteError, Resource};
-use rustix::event::{PollFd, PollFlags, poll};
+use farside_lender_protocol::{
+    Channel, Generation, LimitUse, RemoteError, Reply, Resource, Revocation,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
-    registry::{DeviceRequest, Lease, MAX_REQUESTS, RequestQueue},
+    registry::{DeviceRequest, Lease, MAX_REQUESTS, Release, RequestQueue},
     source::{Available, DeviceSource, LeasedDevice, Report},
     worker::WorkerDevice,
 };
+use end::{FIRST_PAUSE, LONGEST_PAUSE, SEND_TIMEOUT, has_hung_up};
 use lease::LeaseLoop;
 
 /// The state of a device thread, apart from the device.
@@ -59,6 +62,8 @@ pub(crate) struct DeviceLoop {
     problem: Option<String>,
     /// The borrower for which the device is kept after the lease of that generation, within the host.
     kept: Option<(Channel, Generation)>,
+    /// Those who wait until a device that was kept does no DMA.
+    let_go: Vec<mpsc::SyncSender<Infallible>>,
 }
 
 /// A requested revocation of the lease `generation`.
@@ -145,6 +150,7 @@ impl DeviceLoop {
             handovers: Vec::new(),
             problem: None,
             kept: None,
+            let_go: Vec::new(),
         };
         Ok((device_loop, queue))
     }
@@ -167,7 +173,13 @@ impl DeviceLoop {
                 },
                 Lendable::InWorker(mut device) => {
                     let closed = match device.in_thread(lease.transport) {
-                        Some(source) => LeaseLoop::serve(&mut self, source, lease).is_some(),
+                        Some(source) => match device.let_go_for_a_lease() {
+                            Ok(()) => LeaseLoop::serve(&mut self, source, lease).is_some(),
+                            Err(error) => {
+                                self.refuse(lease, error);
+                                true
+                            }
+                        },
                         None => device.serve(&mut self, lease),
                     };
                     if !closed {
@@ -178,6 +190,14 @@ impl DeviceLoop {
                     Lendable::InWorker(device)
                 }
             };
+        }
+        if !device.available().let_go() {
+            log::error!(
+                "device {}: the lender stops, and its DMA is not stopped: it stays as it is until the process has exited",
+                self.id
+            );
+            std::mem::forget((device, self.kept.take()));
+            return Stopped::Unclosed;
         }
         // Before `end`.
         drop(device);
@@ -196,18 +216,12 @@ impl DeviceLoop {
     /// Answers messages until a lease is granted. Returns `None` when the lender stops or the device
     /// is removed.
     fn wait_for_lease(&mut self, source: &mut dyn Available) -> Option<Lease> {
+        let mut pause = FIRST_PAUSE;
         loop {
-            // No lease has to end first.
-            if !self.handovers.is_empty() {
-                source.let_go();
-                self.answer_handovers(source, |_| true);
-            }
+            let is_quiet = self.let_go(source);
             if let Ok(request) = self.requests.try_recv() {
                 match self.take_request(request, Device::Available(source)) {
-                    Some(lease) => {
-                        self.kept = None;
-                        return Some(lease);
-                    }
+                    Some(lease) => return Some(lease),
                     None if self.end.is_some() => return None,
                     None => continue,
                 }
@@ -216,10 +230,18 @@ impl DeviceLoop {
                 PollFd::new(&self.requests_wake, PollFlags::IN),
                 PollFd::new(&self.stop, PollFlags::IN),
             ];
-            if let Some((borrower, _)) = &self.kept {
+            let retry = match is_quiet {
+                true => None,
+                false => Some(Timespec::try_from(pause).unwrap_or_default()),
+            };
+            pause = match is_quiet {
+                true => FIRST_PAUSE,
+                false => (pause * 2).min(LONGEST_PAUSE),
+            };
+            if is_quiet && let Some((borrower, _)) = &self.kept {
                 fds.push(PollFd::new(borrower, PollFlags::RDHUP));
             }
-            if let Err(errno) = poll(&mut fds, None)
+            if let Err(errno) = poll(&mut fds, retry.as_ref())
                 && errno != rustix::io::Errno::INTR
             {
                 log::error!("device {}: cannot wait for borrowers: {errno}", self.id);
@@ -228,20 +250,50 @@ impl DeviceLoop {
             if !fds[1].revents().is_empty() {
                 return None;
             }
-            let has_left = fds.get(2).is_some_and(|fd| !fd.revents().is_empty());
-            if let Some((_borrower, generation)) = self.kept.take_if(|_| has_left) {
-                // Before its connection is closed, which tells it so.
-                source.let_go();
-                // Whom it was kept for can cause that at any rate.
-                let line = format!(
-                    "device {}: its borrower has gone, for whom it was kept",
-                    self.id
-                );
-                self.home.line(Line::Ended, &line);
-                self.home.left(generation);
-            }
             self.requests_wake.lower();
         }
+    }
+
+    /// Lets a device go that was kept, for those who wait for that, and if its borrower has gone. Returns false if it still
+    /// does DMA: nobody is told otherwise before.
+    fn let_go(&mut self, source: &mut dyn Available) -> bool {
+        let has_left = matches!(&self.kept, Some((borrower, _)) if has_hung_up(borrower));
+        if !has_left && self.let_go.is_empty() && self.handovers.is_empty() {
+            return true;
+        }
+        if !source.let_go() {
+            self.publish_problem(Some("cannot stop its DMA: see the log; trying again"));
+            return false;
+        }
+        self.publish_problem(source.problem());
+        self.let_go.clear();
+        // No lease has to end first.
+        self.answer_handovers(source, |_| true);
+        // Closing the connection tells the borrower that it is done.
+        if let Some((_borrower, generation)) = self.kept.take_if(|_| has_left) {
+            // Whom it was kept for can cause that at any rate.
+            let line = format!(
+                "device {}: its borrower has gone, for whom it was kept",
+                self.id
+            );
+            self.home.line(Line::Ended, &line);
+            self.home.left(generation);
+        }
+        true
+    }
+
+    /// Refuses a lease before it begins.
+    fn refuse(&mut self, mut lease: Lease, error: RemoteError) {
+        let line = format!(
+            "device {}: cannot lend to VM {}: {error}",
+            self.id, lease.vm
+        );
+        self.home.line(Line::NotLent, &line);
+        let over = Release::Over(Revocation::Released);
+        self.home.released(lease.generation, over);
+        // The borrow fails whether or not the peer receives this.
+        let refused = Reply::Refused(error);
+        let _ = lease.connection.send(&refused, &[], SEND_TIMEOUT);
     }
 
     /// Answers a message, or returns the lease that it contains.
@@ -290,10 +342,10 @@ impl DeviceLoop {
                 None
             }
             DeviceRequest::LetGo(done) => {
-                if let Device::Available(source) = device {
-                    source.let_go();
+                // Else it is lent, and nothing is kept.
+                if let Device::Available(_) = device {
+                    self.let_go.push(done);
                 }
-                drop(done);
                 None
             }
             // Only workers serve leases that go on.

@@ -194,6 +194,10 @@ impl Home for InBorrower {
 
     fn released(&self, _generation: Generation, _how: Release) {}
 
+    fn keeps_running(&self, _generation: Generation) -> bool {
+        false
+    }
+
     fn end_chain(&self) {}
 
     fn problem(&self, before: Option<&str>, now: Option<&str>) {

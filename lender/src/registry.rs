@@ -2,6 +2,7 @@
 
 mod grant;
 mod keep;
+mod revoke;
 mod viewer;
 
 use std::{
@@ -315,78 +316,6 @@ impl Registry {
         Ok(end)
     }
 
-    /// Sets whether VMs may borrow a device.
-    pub(crate) fn set_available(&self, id: &DeviceId, available: bool) -> Result<(), RemoteError> {
-        let mut records = self.lock();
-        if !available {
-            drop(records.end_kept(id)?);
-        }
-        let slot = records.slots.get_mut(id).ok_or_else(|| unknown(id))?;
-        slot.availability = match (available, slot.availability) {
-            (true, Availability::Revoking) => {
-                return Err(RemoteError {
-                    kind: ErrorKind::Busy,
-                    message: format!(
-                        "device {id} is being revoked, which cannot be undone: its guest may have been asked already; wait for the end"
-                    ),
-                });
-            }
-            (false, Availability::Revoking) => Availability::Revoking,
-            (true, _) => {
-                slot.revoked = Revocation::NotLent;
-                Availability::Available
-            }
-            (false, _) => Availability::Unavailable,
-        };
-        Ok(())
-    }
-
-    /// Makes a device unavailable, and has its thread end the lease within `limit`. Waits for that,
-    /// up to `patience`.
-    pub(crate) fn revoke(
-        &self,
-        id: &DeviceId,
-        limit: Duration,
-        patience: Duration,
-    ) -> Result<Revocation, RemoteError> {
-        let mut records = self.lock();
-        let was_kept = records.end_kept(id)?;
-        let Records { slots, fences } = &mut *records;
-        let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
-        let Some(held) = &slot.lease else {
-            slot.availability = Availability::Unavailable;
-            let Some(let_go) = was_kept else {
-                return Ok(slot.revoked);
-            };
-            slot.revoked = Revocation::Ended;
-            drop(records);
-            return match let_go.recv_timeout(patience) {
-                Err(mpsc::RecvTimeoutError::Timeout) => Ok(Revocation::Pending),
-                Err(mpsc::RecvTimeoutError::Disconnected) => Ok(Revocation::Ended),
-            };
-        };
-        let generation = held.generation;
-        slot.queue.post(DeviceRequest::Revoke {
-            generation,
-            until: Instant::now() + limit,
-        })?;
-        slot.availability = Availability::Revoking;
-        slot.revoked = Revocation::Pending;
-        // A lender that starts anew does not know of the revocation.
-        end_chain(fences, id);
-        let revoked = |records: &Records| {
-            let slot = records.slots.get(id);
-            slot.map_or(Revocation::NotLent, |slot| slot.revoked)
-        };
-        let waited = self
-            .revoked
-            .wait_timeout_while(records, patience, |records| {
-                revoked(records) == Revocation::Pending
-            });
-        let (records, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        Ok(revoked(&records))
-    }
-
     /// Tokens for leases whose register channel has not connected yet.
     pub(crate) fn tokens(&self) -> &Arc<RegisterTokens> {
         &self.tokens
@@ -437,6 +366,23 @@ impl Registry {
             return Err(unknown(id));
         }
         records.fences.end_reservation(id, secret, operator)
+    }
+
+    /// Releases the lease `generation` of a device that does DMA on, which is kept for its VM. Returns false, and has no
+    /// effect, if that may not go on: its chain has ended, as by a revocation or a handover.
+    pub(crate) fn keep_running(&self, id: &DeviceId, generation: Generation) -> bool {
+        let mut records = self.lock();
+        let Records { slots, fences } = &mut *records;
+        let slot = slots.get_mut(id).filter(|slot| {
+            let held = slot.lease.as_ref().map(|held| held.generation);
+            held == Some(generation) && slot.availability == Availability::Available
+        });
+        let (Some(slot), Some(chain)) = (slot, fences.chain(id)) else {
+            return false;
+        };
+        slot.lease = None;
+        slot.kept = Some(Kept::from_now(chain, self.keep_at_most));
+        true
     }
 
     /// Releases the lease `generation`, but not a later one.

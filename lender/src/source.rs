@@ -62,8 +62,11 @@ pub(crate) trait Available: Send {
     /// Counters, and the faults of the last lease.
     fn report(&self) -> Report;
 
-    /// Stops the DMA of a device that was kept as it runs, for a VM that does not go on with it.
-    fn let_go(&mut self) {}
+    /// Stops the DMA of a device that was kept as it runs, for a VM that does not go on with it. Returns false if it still
+    /// does DMA. Other devices do none without a lease.
+    fn let_go(&mut self) -> bool {
+        true
+    }
 }
 
 /// A device that can be lent to one VM at a time, by its thread.

@@ -36,7 +36,7 @@ pub(crate) struct Outage {
     /// The next attempt.
     next: Instant,
     pause: Duration,
-    /// Until when the next task is held.
+    /// Until when the tasks of the current request are held.
     held_until: Option<Instant>,
 }
 
@@ -100,12 +100,15 @@ impl Device {
         let now = Instant::now();
         let next = self.pending.then.front();
         let may_do_dma = self.is_taken_over || self.described.bars == BarOwner::Lender;
+        if next.is_none() {
+            // All tasks of a request are held for this time, and not each.
+            outage.held_until = None;
+        }
         let needs_device = next.map(|task| match task {
             Task::Event(Event::ClientGone | Event::LenderGone) | Task::Forget => false,
             task => may_do_dma || needs_device(task),
         });
         if needs_device == Some(false) {
-            outage.held_until = None;
             return self.pending.take();
         }
         if now >= outage.next {
@@ -116,7 +119,6 @@ impl Device {
         if now < until {
             return None;
         }
-        outage.held_until = None;
         if may_do_dma && next.is_some_and(stops_dma) {
             self.give_up("the device may do DMA, and must not any more".into());
         }

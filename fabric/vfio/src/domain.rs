@@ -35,6 +35,8 @@ struct State {
     mapped: RangeTable<Iova, Target>,
     /// There may be mappings of a process that is gone.
     inherited: bool,
+    /// All was unmapped, also what is in the table.
+    emptied: bool,
 }
 
 /// The mappings, whose memory stays mapped into this process.
@@ -112,6 +114,7 @@ impl Domain {
             mapped => mapped.map_err(|error| self.0.explain(range, error))?,
         }
         let _slice = memory.clone();
+        state.emptied = false;
         state.mapped.map(range, Target::Memory { _slice })?;
         Ok(())
     }
@@ -162,6 +165,9 @@ impl Domain {
     /// [`VfioError::Unmap`] when the kernel did not unmap all of it.
     pub fn unmap(&self, at: Iova, len: u64) -> Result<(), VfioError> {
         let mut state = self.0.state();
+        if state.emptied {
+            return Ok(());
+        }
         let inside = state.mapped.inside(AddressRange::new(at, len)?)?;
         let inside: Vec<_> = inside.iter().map(|(range, _)| *range).collect();
         self.0.unmap(&mut state, &inside)
@@ -184,6 +190,24 @@ impl Domain {
         self.0.unmap_between(from, END)?;
         state.inherited = false;
         Ok(true)
+    }
+
+    /// Unmaps everything, whichever process has mapped it. Unmapping any of it is done then.
+    ///
+    /// # Errors
+    /// [`VfioError::Unmap`]. Call it again.
+    pub(crate) fn empty(&self) -> Result<(), VfioError> {
+        let mut state = self.0.state();
+        let unmapped = self.0.iommu.unmap_all();
+        unmapped.map_err(|source| VfioError::Unmap {
+            at: Iova::new(0),
+            len: u64::MAX,
+            unmapped: 0,
+            source,
+        })?;
+        state.mapped = RangeTable::default();
+        (state.inherited, state.emptied) = (false, true);
+        Ok(())
     }
 
     /// Unmaps everything. Continues after a failure.

@@ -240,6 +240,11 @@ impl Iommu {
         self.space.unmap(at, len)
     }
 
+    /// See [`Space::unmap_all`].
+    pub(crate) fn unmap_all(&self) -> io::Result<()> {
+        self.space.unmap_all()
+    }
+
     /// Its capabilities, with its current functions.
     pub(crate) fn capabilities(&self) -> Result<Capabilities, VfioError> {
         match &self.space {

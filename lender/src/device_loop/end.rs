@@ -60,7 +60,8 @@ pub(super) fn take_back(
 ) -> Option<Box<dyn DeviceSource>> {
     // A backend that is killed leaves its connection to the next one, and nothing else.
     let is_left = matches!(end, End::PeerGone(_)) && !has_hung_up(&connection);
-    if is_left && device.is_left_running() {
+    let is_wanted = owner.revocation(generation).is_some() || !owner.handovers.is_empty();
+    if is_left && !is_wanted && device.is_left_running() {
         let line = format!(
             "device {}: kept for its VM: the backend is gone (VM {vm}, generation {generation})",
             owner.id

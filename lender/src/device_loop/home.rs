@@ -37,6 +37,9 @@ pub(crate) trait Home: Send {
     /// The lease has ended, and the device can be lent again.
     fn released(&self, generation: Generation, how: Release);
 
+    /// The lease has ended, and the device does DMA on, kept for its VM. Returns false, and has no effect, if it may not.
+    fn keeps_running(&self, generation: Generation) -> bool;
+
     /// A lease that goes on begins, before its borrower is told.
     fn begins(&self) {}
 
@@ -88,6 +91,10 @@ impl Home for InLender {
 
     fn released(&self, generation: Generation, how: Release) {
         self.registry.release(&self.id, generation, how);
+    }
+
+    fn keeps_running(&self, generation: Generation) -> bool {
+        self.registry.keep_running(&self.id, generation)
     }
 
     fn left(&self, generation: Generation) {

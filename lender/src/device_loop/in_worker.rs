@@ -22,13 +22,15 @@ use farside_vfio::SecondHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
+use goes_on::not_begun;
+
 use crate::{
     refusals::{failed, internal},
     registry::{DeviceRequest, GrantedChain, Lease, MAX_REQUESTS, Release},
     source::{Available, Report},
     worker::{
-        Adopted, Answer, Borrower, CallReply, KeptFunction, LogReader, Numbered, OpenWindow, Order,
-        Record, Worker, WorkerDevice, printable_error,
+        Adopted, Answer, Borrower, CallReply, LogReader, Numbered, OpenWindow, Order, Record,
+        Worker, WorkerDevice, printable_error,
     },
 };
 
@@ -57,7 +59,12 @@ impl WorkerDevice {
             .home
             .entry()
             .ok_or_else(|| failed("the device is gone"));
+        let resumes = chain.is_some_and(|chain| chain.goes_on);
         let ready = self.prepare(&lease);
+        if ready.is_ok() && !resumes {
+            // For another lease, the device was let go.
+            owner.kept = None;
+        }
         // It would find a device that was reset.
         let has_ended = matches!(&ready, Err(error) if error.kind == ErrorKind::ChainEnded);
         let started = match ready.and(entry) {
@@ -75,7 +82,12 @@ impl WorkerDevice {
                 owner.home.line(Line::NotLent, &line);
                 let not_told = connection.is_some();
                 let chain = chain.filter(|_| !has_ended);
-                owner.home.released(generation, not_begun(chain, not_told));
+                let how = not_begun(chain, not_told);
+                owner.home.released(generation, how);
+                if let (Some(kept), Release::Cut) = (&mut owner.kept, how) {
+                    // Its borrower is watched on.
+                    kept.1 = generation;
+                }
                 // The borrow fails whether or not the peer receives this.
                 let _ = connection.map(|mut it| it.send(&Reply::Refused(error), &[], SEND_TIMEOUT));
                 return true;
@@ -85,6 +97,7 @@ impl WorkerDevice {
         lease.chain = chain;
         lease.record = record;
         lease.function = lease.device.take_kept().map(|kept| kept.handle);
+        lease.owner.kept = None;
         lease.run()
     }
 
@@ -120,15 +133,6 @@ impl WorkerDevice {
     }
 }
 
-/// The end of a lease that has not begun: the device stays kept for a VM that may go on, which has the
-/// secret of its chain from a lease before, or unless it was `not_told` from this one.
-fn not_begun(chain: Option<GrantedChain>, not_told: bool) -> Release {
-    match chain {
-        Some(chain) if chain.goes_on || !not_told => Release::Cut,
-        _ => Release::Over(Revocation::Released),
-    }
-}
-
 /// An order that the worker has not answered yet.
 enum Waiting {
     Reports(Vec<mpsc::SyncSender<Report>>),
@@ -157,6 +161,8 @@ struct WorkerLease<'a> {
     chain: Option<GrantedChain>,
     /// The end of a medium's lease, which is released once its writes are flushed.
     ended: Option<Release>,
+    /// The end of a function's, whose DMA could not be stopped at once.
+    over: Option<Release>,
     vm: VmName,
     generation: Generation,
     waiting: VecDeque<Numbered<Waiting>>,
@@ -206,6 +212,7 @@ impl<'a> WorkerLease<'a> {
             orders: 1,
             chain: None,
             ended: None,
+            over: None,
             vm,
             generation,
             waiting: VecDeque::new(),
@@ -316,7 +323,9 @@ impl<'a> WorkerLease<'a> {
         if !mem::take(&mut self.leased) {
             return;
         }
-        self.owner.home.released(self.generation, how);
+        if !self.device.is_kept() {
+            self.owner.home.released(self.generation, how);
+        }
         // Before the connection is closed: the keeper has it, too.
         if let Some(record) = &mut self.record {
             record.forget();
@@ -478,6 +487,10 @@ impl<'a> WorkerLease<'a> {
         // What is left in the pipe, of 64 KiB.
         let _ = (0..16).all(|_| self.log.read(&self.worker.log));
         self.gone = true;
+        if self.is_leased() {
+            // Those that end the lease.
+            self.take_request();
+        }
         let wanted = Waiting::Reports(mem::take(&mut self.wanted));
         self.answer_later(wanted);
         for waiting in mem::take(&mut self.late)
@@ -486,26 +499,11 @@ impl<'a> WorkerLease<'a> {
         {
             self.answer_later(waiting);
         }
-        let goes_on = self.ended.is_none() && self.may_go_on();
-        let report = self.report.take();
-        match self.function.take() {
-            Some(handle) if goes_on => self.device.keep(
-                KeptFunction {
-                    vm: self.vm.clone(),
-                    handle,
-                    record: self.record.take(),
-                },
-                report,
-            ),
-            function => {
-                if function.as_ref().is_some_and(|it| !self.take_down(it)) {
-                    // As in `take_back`.
-                    std::mem::forget((function, self.connection));
-                    return false;
-                }
-                self.device.ended(self.vm.clone(), report, function);
-            }
-        }
+        let Some(goes_on) = self.leave_or_take_down() else {
+            // As in `take_back`.
+            std::mem::forget((self.function, self.connection));
+            return false;
+        };
         if let Some(problem) = self.held_problem.take() {
             self.owner.publish_problem(problem.as_deref());
         }
@@ -557,7 +555,7 @@ impl<'a> WorkerLease<'a> {
             true => Release::Cut,
             false => Release::Over(Revocation::Ended),
         };
-        let ended = self.ended.unwrap_or(ended);
+        let ended = self.ended.or(self.over).unwrap_or(ended);
         self.release(ended);
         true
     }

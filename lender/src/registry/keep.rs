@@ -64,26 +64,28 @@ impl Slot {
 }
 
 impl Records {
-    /// Ends the chain of a device without a lease. If it was kept, returns what is closed when it does no DMA any more.
+    /// Ends the chain of a device without a lease. Returns whether it was kept, and of a function what is closed when it
+    /// does no DMA: it may do that for longer than it is kept.
     pub(super) fn end_kept(
         &mut self,
         id: &DeviceId,
-    ) -> Result<Option<mpsc::Receiver<Infallible>>, RemoteError> {
+    ) -> Result<(bool, Option<mpsc::Receiver<Infallible>>), RemoteError> {
         let Self { slots, fences } = self;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         if slot.lease.is_some() {
-            return Ok(None);
+            return Ok((false, None));
         }
-        let was_kept = slot.kept.take().is_some_and(|kept| kept.shown().is_some());
+        let quiet = match slot.is_function {
+            true => {
+                let (let_go, quiet) = mpsc::sync_channel(1);
+                slot.queue.post(DeviceRequest::LetGo(let_go))?;
+                Some(quiet)
+            }
+            false => None,
+        };
         fences.end_chain(id)?;
-        if !was_kept {
-            return Ok(None);
-        }
-        let (let_go, done) = mpsc::sync_channel(1);
-        if slot.is_function {
-            slot.queue.post(DeviceRequest::LetGo(let_go))?;
-        }
-        Ok(Some(done))
+        let was_kept = slot.kept.take().is_some_and(|kept| kept.shown().is_some());
+        Ok((was_kept, quiet))
     }
 
     /// Writes the chain of a lease that begins, or that it has none. What is written to its medium ends

@@ -108,5 +108,15 @@ fn a_revocation_of_a_kept_function_waits_until_it_is_let_go() {
     let revoke = |patience| registry.revoke(&id, Duration::ZERO, patience).unwrap();
     assert_eq!(revoke(Duration::ZERO), Revocation::Pending);
     assert!(matches!(requests.try_recv(), Ok(DeviceRequest::LetGo(_))));
-    assert_eq!(revoke(Duration::from_secs(60)), Revocation::Ended);
+    // It is kept no more, and may do DMA nevertheless.
+    std::thread::scope(|scope| {
+        let revokes = scope.spawn(|| revoke(Duration::from_secs(60)));
+        let let_go = requests.recv().unwrap();
+        assert!(matches!(let_go, DeviceRequest::LetGo(_)));
+        assert!(!revokes.is_finished());
+        drop(let_go);
+        assert_eq!(revokes.join().unwrap(), Revocation::Ended);
+    });
+    // A chain that has ended is not kept.
+    assert!(!registry.keep_running(&id, generation));
 }

@@ -45,3 +45,9 @@ fn virtio_blk(id: &DeviceId, config: &str, image: Image) -> Result<Box<dyn Devic
     let config = serde_json::from_str(config)?;
     Ok(Box::new(VirtioBlk::with_image(id, &config, image)?))
 }
+
+/// An empty file, in place of the medium of a model that has none.
+pub(super) fn no_image() -> std::io::Result<OwnedFd> {
+    let flags = rustix::fs::MemfdFlags::CLOEXEC;
+    Ok(rustix::fs::memfd_create("no-medium", flags)?)
+}

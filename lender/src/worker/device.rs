@@ -583,8 +583,8 @@ impl Available for WorkerDevice {
         }
     }
 
-    fn let_go(&mut self) {
-        self.let_function_go();
+    fn let_go(&mut self) -> bool {
+        self.let_function_go()
     }
 }
 

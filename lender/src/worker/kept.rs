@@ -96,8 +96,8 @@ struct Recorded<T> {
 
 /// Whether a broker is needed for the end of a lease's DMA, in whose record this is.
 pub(crate) fn needs_broker(lease: &[u8]) -> bool {
-    let lease = serde_json::from_slice::<KeptLease>(lease);
-    lease.is_ok_and(|lease| matches!(lease.served, KeptDevice::Function(_, Some(_))))
+    let lease = KeptLease::read(lease);
+    lease.is_some_and(|lease| matches!(lease.served, KeptDevice::Function(_, Some(_))))
 }
 
 /// What a worker serves.

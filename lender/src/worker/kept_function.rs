@@ -36,13 +36,7 @@ impl WorkerDevice {
                 false => Err(chains::ended(&self.id, &lease.vm, "it was reset since")),
             };
         }
-        self.let_function_go();
-        if self.kept.is_some() {
-            return Err(failed(format_args!(
-                "the DMA of device {} cannot be stopped: see the lender's log",
-                self.id
-            )));
-        }
+        self.let_go_for_a_lease()?;
         function.check_lease(&lease.bar_memory)
     }
 
@@ -52,6 +46,11 @@ impl WorkerDevice {
             self.last = self.completed(report);
         }
         self.kept = Some(kept);
+    }
+
+    /// Whether a function is kept as it runs.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.kept.is_some()
     }
 
     /// The function that was kept, for the worker that has started.
@@ -67,20 +66,34 @@ impl WorkerDevice {
         }
     }
 
+    /// Lets a function go that another lease is about to open.
+    pub(crate) fn let_go_for_a_lease(&mut self) -> Result<(), RemoteError> {
+        match self.let_function_go() {
+            true => Ok(()),
+            false => Err(failed(format_args!(
+                "the DMA of device {} cannot be stopped: see the lender's log",
+                self.id
+            ))),
+        }
+    }
+
     /// See [`Available::let_go`](crate::source::Available::let_go).
-    pub(super) fn let_function_go(&mut self) {
+    pub(super) fn let_function_go(&mut self) -> bool {
         let Kind::Function(function) = &self.device else {
-            return;
+            return true;
         };
         match self.kept.as_ref().map(|kept| kept.handle.take_down()) {
-            None => {}
-            // The next lease tries again.
-            Some(Err(error)) => log::error!("device {}: {}", self.id, Chain(&error)),
+            None => true,
+            Some(Err(error)) => {
+                log::error!("device {}: {}", self.id, Chain(&error));
+                false
+            }
             Some(Ok(())) => {
                 if let Some(KeptFunction { vm, handle, record }) = self.kept.take() {
                     function.ended(vm, handle.close());
                     let _ = record.map(|mut record| record.forget());
                 }
+                true
             }
         }
     }

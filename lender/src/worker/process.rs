@@ -29,7 +29,7 @@ use rustix::{
 
 use super::{
     confine::{self, UserChangeError},
-    create::create,
+    create::{create, no_image},
     medium::MediumLease,
     messages::{Answer, Call, CallReply, Numbered, Order, Served, Start},
 };
@@ -259,12 +259,6 @@ fn not_lent(
     calls.released(Release::Over(Revocation::Released));
     // The borrow fails whether or not the peer receives this.
     let _ = connection.send(&Reply::Refused(error), &[], CALL_TIMEOUT);
-}
-
-/// An empty file, in place of the medium of a model that has none.
-fn no_image() -> io::Result<OwnedFd> {
-    let flags = rustix::fs::MemfdFlags::CLOEXEC;
-    Ok(rustix::fs::memfd_create("no-medium", flags)?)
 }
 
 /// Takes a user of its own, and gives up privileges but `keep`, files and the network.
@@ -551,6 +545,11 @@ impl Home for InWorker {
 
     fn tokens(&self) -> &Arc<RegisterTokens> {
         &self.tokens
+    }
+
+    /// The broker decides, when this process has ended.
+    fn keeps_running(&self, _generation: Generation) -> bool {
+        false
     }
 
     fn released(&self, _generation: Generation, how: Release) {

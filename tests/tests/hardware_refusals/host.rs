@@ -251,6 +251,13 @@ impl Service<'_> {
         Ok(())
     }
 
+    /// Waits until it has ended successfully, after a signal.
+    pub fn ended(self) -> Result<()> {
+        let ended = self.running.wait_for(SHORT)?;
+        ensure!(ended.success(), "{}: {ended}", self.name);
+        Ok(())
+    }
+
     /// Kills it; its sockets stay.
     pub fn kill(self) -> Result<()> {
         self.signal("KILL")?;
@@ -259,7 +266,7 @@ impl Service<'_> {
         Ok(())
     }
 
-    fn signal(&self, signal: &str) -> Result<()> {
+    pub fn signal(&self, signal: &str) -> Result<()> {
         let kill = format!("kill -{signal} $(cat /run/{}.pid)", self.name);
         self.host.exec_ok(&kill, SHORT).map(drop)
     }

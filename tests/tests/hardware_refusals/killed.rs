@@ -156,8 +156,8 @@ fn goes_on_over(mut busy: Busy<'_>, find: &str) -> Result<()> {
         for _ in 0..now {
             kill()?;
             goes_on(host)?;
-            ensure!(mapped(host)? > 0, "nothing is mapped for the device");
         }
+        ensure!(mapped(host)? > 0, "nothing is mapped for the device");
         busy.vmm.kill()?;
         host.wait_free()?;
         ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
@@ -243,6 +243,30 @@ pub fn a_kept_function_is_stopped_by_a_revocation(host: &Host) -> Result<()> {
     ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
     busy.vmm.kill()?;
     busy.backend.kill()?;
+    busy.lender.stop()?;
+    all_is_well(host)
+}
+
+pub fn a_kept_function_is_stopped_when_its_lender_stops(host: &Host) -> Result<()> {
+    let busy = kept(host)?;
+    busy.lender.signal("TERM")?;
+    // The VMM holds a descriptor of the device, and the lender waits for that a little.
+    busy.lender.wait_log("has not released it yet")?;
+    ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
+    busy.vmm.kill()?;
+    busy.backend.kill()?;
+    busy.lender.ended()?;
+    all_is_well(host)
+}
+
+/// The function does not go on in place of a worker that was to end the lease.
+pub fn a_revocation_stops_a_function_whose_worker_hangs(host: &Host) -> Result<()> {
+    let busy = Busy::new(host)?;
+    host.exec_ok(&format!("kill -STOP {WORKER}"), SHORT)?;
+    host.exec_ok("farside revoke disk0 --limit 0", SHORT)?;
+    ensure!(mapped(host)? == 0, "mappings are left in the IOMMU");
+    busy.vmm.kill()?;
+    busy.backend.stop()?;
     busy.lender.stop()?;
     all_is_well(host)
 }

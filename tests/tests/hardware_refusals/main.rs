@@ -49,7 +49,7 @@ fn main() {
         unfit::a_host_without_an_iommu_says_how_to_turn_one_on,
         unfit::an_iommu_that_the_kernel_leaves_off_is_told_from_none,
     ];
-    let shared: [(&str, Shared); 25] = tests![
+    let shared: [(&str, Shared); 27] = tests![
         functions::what_cannot_be_lent_stays_with_its_driver,
         functions::a_group_that_the_host_uses_names_its_members,
         functions::what_is_in_use_is_taken_by_force_alone,
@@ -73,6 +73,8 @@ fn main() {
         killed::a_function_goes_on_without_lender_and_worker,
         killed::a_kept_function_is_stopped_when_its_backend_goes,
         killed::a_kept_function_is_stopped_by_a_revocation,
+        killed::a_kept_function_is_stopped_when_its_lender_stops,
+        killed::a_revocation_stops_a_function_whose_worker_hangs,
         killed::a_killed_backend_gives_its_device_back,
         killed::a_killed_vmm_gives_its_device_back,
     ];

@@ -109,13 +109,17 @@ impl Mapper for Hardware {
 
     fn set_bus_master(&mut self, enabled: bool) -> Result<(), FabricError> {
         if !enabled {
-            self.function.set_bus_master(false)?;
+            let stopped = self.function.set_bus_master(false);
+            // Also if its register cannot be written. A borrower may have had other ranges mapped than the process
+            // before had, which cannot be told apart.
+            if self.function.settle().is_err() {
+                self.domain.empty()?;
+            }
+            return Ok(stopped?);
         }
         let was_adopted = self.function.settle()?;
-        if enabled {
-            self.function.set_bus_master(true)?;
-        }
-        if enabled && was_adopted {
+        self.function.set_bus_master(true)?;
+        if was_adopted {
             self.function.signal_interrupts()?;
         }
         Ok(())

@@ -145,8 +145,9 @@ impl WorkerLease<'_> {
             Call::Released(how) => {
                 let is_down = |it: &SecondHandle| it.take_down().is_ok();
                 // Else when the process has ended.
-                if self.function.as_ref().is_none_or(is_down) {
-                    self.release(how);
+                match self.function.as_ref().is_none_or(is_down) {
+                    true => self.release(how),
+                    false => self.over = Some(how),
                 }
                 self.kill_in(EXIT_TIMEOUT);
                 CallReply::Done

@@ -1,7 +1,13 @@
 //! Whether a lease goes on without its worker.
 
-use super::WorkerLease;
-use crate::{device_loop::end::has_hung_up, worker::Borrower};
+use farside_lender_protocol::Revocation;
+
+use super::{Waiting, WorkerLease};
+use crate::{
+    device_loop::end::has_hung_up,
+    registry::{GrantedChain, Release},
+    worker::Borrower,
+};
 
 impl WorkerLease<'_> {
     /// Whether a lease whose worker is gone may go on: the borrower has the secret of its chain, and is there.
@@ -14,9 +20,25 @@ impl WorkerLease<'_> {
             (Some(Borrower::Asking(connection)), Some(chain)) => {
                 (self.begun || chain.goes_on) && !has_hung_up(connection)
             }
-            // It may have gone, or wait for the device.
-            (None, Some(_)) => self.leased,
+            // It may have gone, or wait for the device. A function is not left running for it.
+            (None, Some(_)) => self.leased && self.function.is_none(),
             _ => false,
         }
+    }
+
+    /// Whether the lease is about to end.
+    pub(super) fn is_ending(&self) -> bool {
+        let mut late = self.late.iter();
+        let is_wanted = late.any(|it| matches!(it, Waiting::HandOver(..) | Waiting::Revoke));
+        self.stopped || self.over.is_some() || is_wanted
+    }
+}
+
+/// The end of a lease that has not begun: the device stays kept for a VM that may go on, which has the
+/// secret of its chain from a lease before, or unless it was `not_told` from this one.
+pub(super) fn not_begun(chain: Option<GrantedChain>, not_told: bool) -> Release {
+    match chain {
+        Some(chain) if chain.goes_on || !not_told => Release::Cut,
+        _ => Release::Over(Revocation::Released),
     }
 }

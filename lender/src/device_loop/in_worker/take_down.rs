@@ -10,9 +10,39 @@ use farside_vfio::SecondHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::WorkerLease;
-use crate::device_loop::end::{FIRST_PAUSE, LONGEST_PAUSE};
+use crate::{
+    device_loop::end::{FIRST_PAUSE, LONGEST_PAUSE},
+    worker::KeptFunction,
+};
 
 impl WorkerLease<'_> {
+    /// Leaves the function of a worker that is gone as it runs, if its lease goes on, or takes it down. Returns whether the lease goes
+    /// on; `None` if its DMA could not be stopped before the lender stopped.
+    pub(super) fn leave_or_take_down(&mut self) -> Option<bool> {
+        let may_go_on = self.ended.is_none() && self.may_go_on();
+        let Some(handle) = self.function.take() else {
+            let report = self.report.take();
+            self.device.ended(self.vm.clone(), report, None);
+            return Some(may_go_on);
+        };
+        if may_go_on && !self.is_ending() && self.owner.home.keeps_running(self.generation) {
+            let kept = KeptFunction {
+                vm: self.vm.clone(),
+                handle,
+                record: self.record.take(),
+            };
+            self.device.keep(kept, self.report.take());
+            return Some(true);
+        }
+        if !self.take_down(&handle) {
+            self.function = Some(handle);
+            return None;
+        }
+        let report = self.report.take();
+        self.device.ended(self.vm.clone(), report, Some(handle));
+        Some(false)
+    }
+
     /// Stops the DMA of the function of a worker that is gone: the borrower's VMM may keep the
     /// function, and with it the mappings, open. Retries until the lender stops.
     pub(super) fn take_down(&mut self, function: &SecondHandle) -> bool {

@@ -37,6 +37,10 @@ impl Home for Problems {
 
     fn end_chain(&self) {}
 
+    fn keeps_running(&self, _: Generation) -> bool {
+        false
+    }
+
     fn released(&self, _: Generation, _: Release) {
         panic!("the lease has ended");
     }
@@ -174,6 +178,10 @@ impl Home for Ends {
 
     fn end_chain(&self) {
         self.0.send(None).unwrap();
+    }
+
+    fn keeps_running(&self, _: Generation) -> bool {
+        false
     }
 
     fn released(&self, _: Generation, how: Release) {

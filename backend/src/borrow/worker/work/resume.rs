@@ -46,6 +46,8 @@ pub(in crate::borrow::worker) struct Away {
     is_alone: bool,
     /// The device is a function, whose DMA does not end with its worker.
     is_function: bool,
+    /// Left by a backend that was killed.
+    is_left: bool,
     /// The former worker could not be set up, or is that of a backend that was killed. It runs until the lender ends it
     /// for the next attempt.
     is_useless: bool,
@@ -74,6 +76,7 @@ impl Away {
             asked: None,
             is_alone: false,
             is_function,
+            is_left: true,
             is_useless: true,
             chain,
             path: None,
@@ -232,6 +235,7 @@ impl Borrower {
                     asked: None,
                     is_alone: false,
                     is_function: self.described.bars == BarOwner::Lender,
+                    is_left: false,
                     is_useless: false,
                     chain,
                     path: path.filter(|_| was_open),
@@ -335,8 +339,8 @@ impl Borrower {
                     path.reopen(&mut client)?;
                     client.enable_bus_master()?;
                 }
-                // It may have been killed before the function was stopped.
-                None if away.is_function && !setup.may_dma => client.close()?,
+                // It may have been killed before the function was stopped. What a backend before has left is opened next.
+                None if away.is_function && !(away.is_left && setup.may_dma) => client.close()?,
                 None => {}
             }
             Ok(())
