@@ -90,18 +90,18 @@ impl DeviceFile {
     /// # Errors
     ///
     /// [`io::ErrorKind::InvalidData`] for another file, or one of a version that is not [read](RECORDS).
-    pub fn take_over(file: OwnedFd) -> io::Result<Self> {
+    pub fn take_over(file: &OwnedFd) -> io::Result<Self> {
         let invalid = |error: &dyn std::fmt::Display| {
             io::Error::new(io::ErrorKind::InvalidData, error.to_string())
         };
-        let bytes = fstat(&file)?.st_size;
+        let bytes = fstat(file)?.st_size;
         if bytes < HEADER.end as i64 {
             return Err(invalid(&format!(
                 "the record of a device has {bytes} bytes"
             )));
         }
         let mut header = [0; FARSIDE + WRITER];
-        let read = pread(&file, &mut header, 0)?;
+        let read = pread(file, &mut header, 0)?;
         let (magic, farside) = header.split_at(FARSIDE);
         let magic = magic.try_into().map_or(0, u64::from_ne_bytes);
         let version = u16::try_from(magic ^ MAGIC).ok();
@@ -121,12 +121,12 @@ impl DeviceFile {
         let mut at = HEADER.end as u64;
         while at < SNAPSHOTS.end as u64 {
             // Few of the pages have been written.
-            at = match seek(&file, SeekFrom::Data(at)) {
+            at = match seek(file, SeekFrom::Data(at)) {
                 Ok(data) => at.max(data),
                 Err(Errno::NXIO) => break,
                 Err(errno) => return Err(errno.into()),
             };
-            let len = pread(&file, &mut chunk, at)?;
+            let len = pread(file, &mut chunk, at)?;
             if len == 0 {
                 break;
             }

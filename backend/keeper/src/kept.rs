@@ -48,7 +48,9 @@ impl Kept {
             let Some(fd) = root.get(index).checked_sub(1) else {
                 continue;
             };
-            let file = inherited.claim(fd as RawFd).ok_or(io::ErrorKind::NotFound);
+            // Open until the copy has its place: this process may be killed in between.
+            let former = inherited.claim(fd as RawFd);
+            let file = former.as_ref().ok_or(io::ErrorKind::NotFound);
             match file
                 .map_err(io::Error::from)
                 .and_then(DeviceFile::take_over)

@@ -80,7 +80,7 @@ fn records_of_garbage_cause_no_panic() {
     for seed in 1..160 {
         let run = || {
             let mut random = Random(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(seed));
-            let file = DeviceFile::take_over(garbage(&mut random)).unwrap();
+            let file = DeviceFile::take_over(&garbage(&mut random)).unwrap();
             let mut journal = file.journal().unwrap();
             let mut snapshots = file.snapshots(&journal).unwrap();
             assert!(snapshots.inherited().len() as u64 <= SNAPSHOTS / 2);
@@ -109,7 +109,7 @@ fn a_process_has_a_copy_of_what_the_one_before_has_left() {
     let before = DeviceFile::new().unwrap();
     before.lease().unwrap().set(3, 41);
     let shared = before.as_fd().try_clone_to_owned().unwrap();
-    let own = DeviceFile::take_over(shared).unwrap();
+    let own = DeviceFile::take_over(&shared).unwrap();
     before.lease().unwrap().set(3, 42);
     assert_eq!(own.lease().unwrap().get(3), 41);
     let seals = rustix::fs::fcntl_get_seals(&own).unwrap();
@@ -128,9 +128,9 @@ fn another_file_is_refused() {
         pwrite(&file, &header, 0).unwrap();
         file
     };
-    DeviceFile::take_over(file(size, [1; 8])).unwrap_err();
-    DeviceFile::take_over(file(size - PAGE, header)).unwrap_err();
-    DeviceFile::take_over(UnixStream::pair().unwrap().0.into()).unwrap_err();
+    DeviceFile::take_over(&file(size, [1; 8])).unwrap_err();
+    DeviceFile::take_over(&file(size - PAGE, header)).unwrap_err();
+    DeviceFile::take_over(&UnixStream::pair().unwrap().0.into()).unwrap_err();
     // What it is a copy of need not be sealed.
-    DeviceFile::take_over(file(size, header)).unwrap();
+    DeviceFile::take_over(&file(size, header)).unwrap();
 }

@@ -73,7 +73,7 @@ fn is_read(version: u32) {
     let numbers: Vec<i32> = numbers.iter().map(|number| i32::from(*number)).collect();
     let memory = DeviceFile::new().unwrap().file;
     rustix::io::pwrite(&memory, &samples::whole(&sample, SNAPSHOTS.end), 0).unwrap();
-    let file = DeviceFile::take_over(memory).unwrap();
+    let file = DeviceFile::take_over(&memory).unwrap();
     let journal = file.journal().unwrap();
     assert_eq!(journal.client(), Some(SOCKET));
     assert_eq!(journal.input(), &MESSAGES[DONE..]);
@@ -131,7 +131,7 @@ fn device_files_of_other_versions_are_refused_in_words() {
         rustix::io::pwrite(&memory, &(MAGIC ^ version).to_le_bytes(), 0).unwrap();
         rustix::io::pwrite(&memory, &[0; WRITER], FARSIDE as u64).unwrap();
         rustix::io::pwrite(&memory, farside, FARSIDE as u64).unwrap();
-        DeviceFile::take_over(memory).unwrap_err().to_string()
+        DeviceFile::take_over(&memory).unwrap_err().to_string()
     };
     let text = refused(3, b"9.1.0");
     for part in [
@@ -151,7 +151,7 @@ fn a_file_of_the_version_before_is_of_this_one_when_a_process_takes_it_over() {
     let memory = DeviceFile::new().unwrap().file;
     rustix::io::pwrite(&memory, &(MAGIC ^ 1).to_le_bytes(), 0).unwrap();
     rustix::io::pwrite(&memory, &[0; WRITER], FARSIDE as u64).unwrap();
-    let file = DeviceFile::take_over(memory).unwrap();
+    let file = DeviceFile::take_over(&memory).unwrap();
     let mut header = [0; FARSIDE + WRITER];
     rustix::io::pread(&file, &mut header, 0).unwrap();
     let version = u64::from(RECORDS.version());

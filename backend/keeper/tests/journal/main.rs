@@ -405,7 +405,7 @@ fn between_calls() {
                     backend.leave(&mut left);
                     // The next process has the descriptor, and nothing of the memory.
                     let next_file = file.as_fd().try_clone_to_owned().unwrap();
-                    file = DeviceFile::take_over(next_file).unwrap();
+                    file = DeviceFile::take_over(&next_file).unwrap();
                     backend = Backend::take_over(&file, |fd| left.remove(&fd));
                     if committed > 0 {
                         assert_eq!(backend.next, committed, "the snapshot of the last commit");
@@ -424,7 +424,7 @@ fn between_calls() {
 fn tries() {
     let next = |file: DeviceFile| {
         let left = file.as_fd().try_clone_to_owned().unwrap();
-        DeviceFile::take_over(left).unwrap()
+        DeviceFile::take_over(&left).unwrap()
     };
     let mut file = DeviceFile::new().unwrap();
     file.journal().unwrap().begin(0);
