@@ -325,15 +325,16 @@ impl WorkerDevice {
             state,
         };
         let keeper = Arc::clone(&self.workers.keeper);
-        let (mut fds, with_worker) = descriptors(worker, connection, self.file());
-        let before = self
-            .kept
-            .as_ref()
-            .and_then(|kept| kept.record.as_ref()?.number);
-        let number = match before {
+        let (mut fds, mut with_worker) = descriptors(worker, connection, self.file());
+        if !open.is_empty() {
+            // A broker is needed for the end of its DMA.
+            fds.extend(open.iter().map(AsFd::as_fd));
+            with_worker = 0;
+        }
+        let before = self.kept.as_ref().and_then(|it| it.record.as_ref());
+        let number = match before.and_then(|record| record.number) {
             // The function has a record at any time.
             Some(number) => {
-                fds.extend(open.iter().map(AsFd::as_fd));
                 kept.replace(&keeper, number, &fds);
                 Some(number)
             }
