@@ -32,6 +32,8 @@ enum Attempt {
     Refuse,
     /// Its worker answers so late that the next attempt has begun.
     BeLate,
+    /// Its worker ends before it has begun.
+    Fail,
 }
 
 struct State {
@@ -86,6 +88,14 @@ impl State {
         self.kept = None;
         self.generation += 1;
         let attempt = self.attempts.pop_front().expect("an attempt");
+        if attempt == Attempt::Fail {
+            let refused = Reply::Refused(RemoteError {
+                kind: ErrorKind::Internal,
+                message: "its worker process was ended by signal 9".into(),
+            });
+            connection.send(&refused, &[], DEADLINE).unwrap();
+            return Some(connection);
+        }
         self.refuses = attempt == Attempt::Refuse;
         let (ours, theirs) = Channel::pair().unwrap();
         let chain = self.chain.get_or_insert_with(|| Secret::random().unwrap());
@@ -327,4 +337,23 @@ fn a_function_that_gets_no_worker_is_stopped_before_its_vm_is_told() {
         let _ = resets.join().unwrap();
     });
     drop(state);
+}
+
+#[test]
+fn a_worker_that_ends_before_the_lease_costs_the_vm_nothing() {
+    use Attempt::{Fail, Serve};
+    for (attempts, state) in [
+        ([Fail, Fail, Serve], "leased"),
+        ([Fail, Fail, Fail], "described"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("lender.sock");
+        let lender = Lender::start(&socket, BarOwner::Borrower, &attempts);
+        let served = Served::start(config(&dir, socket, Duration::from_secs(4), DEADLINE));
+        let mut vmm = served.client(DMA);
+        let answer = vmm.reset();
+        assert_eq!(answer.is_ok(), state == "leased", "{answer:?}");
+        assert_eq!(served.state(), state);
+        assert!(lender.state.lock().unwrap().attempts.is_empty());
+    }
 }

@@ -194,6 +194,11 @@ fn live(cluster: &Cluster, vm: &str, id: &str, random: &mut Random, counts: &Cou
             Err(_) if lost < 3 && (!is_disk || !had_lender(lenders, counts)) => {
                 lost += 1;
                 add(&counts.lost, 1);
+                // Else all turns may be over before the next lender is there.
+                let until = Instant::now() + PATIENT;
+                while !get(&counts.lenders).is_multiple_of(2) && Instant::now() < until {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
                 machine.vectors = Vectors::new(machine.vectors.len())?;
             }
             Err(error) => return Err(error),

@@ -370,7 +370,7 @@ impl Borrower {
         }
     }
 
-    fn borrow_device(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
+    fn borrow_once(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
         let device = &self.settings.device;
         let mut client = self.connect(self.calls_by)?;
         if self.described.bars == BarOwner::Lender {

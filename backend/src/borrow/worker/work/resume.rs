@@ -9,9 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_error_chain::Chain;
 use farside_lender_protocol::{
-    BarOwner, CallError, ChannelError, Client, Described, IrqUpdate, Keeping, Lease as Granted,
-    Secret, Transport, served,
+    BarOwner, CallError, ChannelError, Client, Described, ErrorKind, IrqUpdate, Keeping,
+    Lease as Granted, Secret, Transport, served,
 };
 
 use super::{
@@ -31,6 +32,9 @@ const LEASE_TIMEOUT: Duration = Duration::from_millis(700);
 
 /// Time limit for setting the new worker up: a worker for which this is too short is ended.
 const SET_UP_TIMEOUT: Duration = Duration::from_millis(800);
+
+/// Most attempts to borrow a device whose worker ends before it is set up.
+const BORROWS: u32 = 3;
 
 /// How long an attempt waits for the former worker to be gone. With the other two, and the time for which a request is held
 /// before (`device/outage.rs`), below a VMM's message timeout of 5 s.
@@ -205,6 +209,27 @@ pub(super) fn is_cut(error: &WorkError) -> bool {
 }
 
 impl Borrower {
+    /// Borrows the device, again if the worker that the lender has started for it has ended.
+    pub(super) fn borrow_device(&mut self, setup: &Setup) -> Result<NewLease, WorkError> {
+        let before = self.borrow.state();
+        for _ in 1..BORROWS {
+            let error = match self.borrow_once(setup) {
+                Ok(lease) => return Ok(lease),
+                Err(error) => error,
+            };
+            let has_ended = match self.borrow.lease() {
+                Ok(_) => is_cut(&error),
+                Err(_) => error.refusal() == Some(ErrorKind::Internal),
+            };
+            if !has_ended {
+                return Err(error);
+            }
+            log::debug!("{}: borrowing it again: {}", self.name(), Chain(&error));
+            self.enter(before);
+        }
+        self.borrow_once(setup)
+    }
+
     /// Whether the lease may go on.
     pub(super) fn goes_on(&mut self) -> bool {
         match &self.borrow {
