@@ -341,8 +341,9 @@ fn a_function_that_gets_no_worker_is_stopped_before_its_vm_is_told() {
 
 #[test]
 fn a_worker_that_ends_before_the_lease_costs_the_vm_nothing() {
-    use Attempt::{Fail, Serve};
+    use Attempt::{Fail, Kill, Serve};
     for (attempts, state) in [
+        ([Kill, Kill, Serve], "leased"),
         ([Fail, Fail, Serve], "leased"),
         ([Fail, Fail, Fail], "described"),
     ] {

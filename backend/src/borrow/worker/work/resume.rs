@@ -217,11 +217,9 @@ impl Borrower {
                 Ok(lease) => return Ok(lease),
                 Err(error) => error,
             };
-            let has_ended = match self.borrow.lease() {
-                Ok(_) => is_cut(&error),
-                Err(_) => error.refusal() == Some(ErrorKind::Internal),
-            };
-            if !has_ended {
+            let not_begun = self.borrow.lease().is_err();
+            let refused = not_begun && error.refusal() == Some(ErrorKind::Internal);
+            if !(refused || is_cut(&error)) {
                 return Err(error);
             }
             log::debug!("{}: borrowing it again: {}", self.name(), Chain(&error));
