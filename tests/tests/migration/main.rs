@@ -10,11 +10,16 @@ mod kills;
 mod moves;
 mod network;
 
+use std::sync::{PoisonError, RwLock};
+
 use farside_tests::{
     SHORT, Weight, trial,
     two_hosts::{self as stage, Stage, play},
 };
 use libtest_mimic::{Arguments, Completion};
+
+/// Tests that run at the same time share it.
+static AT_ONCE: RwLock<()> = RwLock::new(());
 
 type Test = fn(&Stage) -> anyhow::Result<Completion>;
 
@@ -34,7 +39,6 @@ fn main() {
         moves::a_host_that_was_left_does_not_get_the_drive_whatever_it_does,
         moves::a_vm_moves_back_and_forth_with_its_drive,
         moves::the_lender_may_be_one_of_the_two_hosts,
-        network::a_drive_moves_with_its_large_vm,
         network::a_guest_outlasts_a_cut_longer_than_its_drivers_limit,
         network::a_guest_loses_a_drive_that_stays_out_of_reach_and_lives_on,
         attacks::two_migrations_at_once_are_one,
@@ -44,12 +48,27 @@ fn main() {
         attacks::a_full_disk_stops_it_and_room_lets_it_go_on,
         kills::a_migration_survives_the_death_of_anything,
     ]
-    .map(|(name, test)| trial(name, Weight::Hosts, move || play(Stage::new, test)));
+    .map(|(name, test)| {
+        trial(name, Weight::Hosts, move || {
+            let _others = AT_ONCE.read().unwrap_or_else(PoisonError::into_inner);
+            play(Stage::new, test)
+        })
+    });
+    // It measures how long a VM is off.
+    let alone = tests![network::a_drive_moves_with_its_large_vm].map(|(name, test)| {
+        trial(name, Weight::Hosts, move || {
+            let _alone = AT_ONCE.write().unwrap_or_else(PoisonError::into_inner);
+            play(Stage::new, test)
+        })
+    });
     // Its driver is not in the lean guest.
     let whole = tests![network::a_virtio_blk_disk_waits_for_its_lender].map(|(name, test)| {
         let stage = || Stage::with(|_, builder| builder);
-        trial(name, Weight::Hosts, move || play(stage, test))
+        trial(name, Weight::Hosts, move || {
+            let _others = AT_ONCE.read().unwrap_or_else(PoisonError::into_inner);
+            play(stage, test)
+        })
     });
-    let trials = lean.into_iter().chain(whole).collect();
+    let trials = lean.into_iter().chain(alone).chain(whole).collect();
     libtest_mimic::run(&args, trials).exit();
 }
