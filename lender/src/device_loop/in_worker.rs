@@ -543,20 +543,25 @@ impl<'a> WorkerLease<'a> {
             self.owner.home.line(Line::Ended, &line);
         }
         let is_told = self.begun || goes_on;
-        if let (Some(Borrower::Asking(connection)), false) = (&mut self.connection, is_told) {
-            let error = failed(format_args!(
-                "device {id}: its worker process {pid} {}: see the lender's log",
-                ended(status)
-            ));
-            // The borrow fails whether or not the peer receives this.
-            let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
-        }
+        let asking = match is_told {
+            true => None,
+            false => self.connection.take(),
+        };
         let ended = match goes_on {
             true => Release::Cut,
             false => Release::Over(Revocation::Ended),
         };
         let ended = self.ended.or(self.over).unwrap_or(ended);
+        // First, so that the peer can retry at once.
         self.release(ended);
+        if let Some(Borrower::Asking(mut connection)) = asking {
+            let error = failed(format_args!(
+                "device {id}: its worker process {pid} {}: see the lender's log",
+                self::ended(status)
+            ));
+            // The borrow fails whether or not the peer receives this.
+            let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
+        }
         true
     }
 }
