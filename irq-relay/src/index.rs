@@ -69,6 +69,25 @@ impl IrqCounts {
         Self { counts: [0; 5] }
     }
 
+    /// As many vectors as VFIO reports for each index. Of INTx, errors and requests there is one, if there are any.
+    ///
+    /// # Errors
+    /// More MSI or MSI-X vectors than PCI has.
+    pub fn of(vectors: [u32; 5]) -> Result<Self, IrqCountsError> {
+        let mut counts = Self::new();
+        for index in IrqIndex::ALL {
+            let vectors = vectors[index as usize];
+            counts.counts[index as usize] = match index {
+                IrqIndex::Msi | IrqIndex::Msix => {
+                    check_count(index, vectors)?;
+                    vectors as u16
+                }
+                IrqIndex::Intx | IrqIndex::Err | IrqIndex::Req => vectors.min(1) as u16,
+            };
+        }
+        Ok(counts)
+    }
+
     /// Adds the INTx pin.
     #[must_use]
     pub fn with_intx(mut self) -> Self {
@@ -78,14 +97,14 @@ impl IrqCounts {
 
     /// Sets the number of MSI vectors, 0 to 32.
     pub fn with_msi(mut self, vectors: u16) -> Result<Self, IrqCountsError> {
-        check_count(IrqIndex::Msi, vectors)?;
+        check_count(IrqIndex::Msi, vectors.into())?;
         self.counts[IrqIndex::Msi as usize] = vectors;
         Ok(self)
     }
 
     /// Sets the number of MSI-X vectors, 0 to 2048.
     pub fn with_msix(mut self, vectors: u16) -> Result<Self, IrqCountsError> {
-        check_count(IrqIndex::Msix, vectors)?;
+        check_count(IrqIndex::Msix, vectors.into())?;
         self.counts[IrqIndex::Msix as usize] = vectors;
         Ok(self)
     }
@@ -142,17 +161,17 @@ pub struct IrqInfo {
 #[error("{vectors} {index} vectors: a function has at most {limit}")]
 pub struct IrqCountsError {
     index: IrqIndex,
-    vectors: u16,
+    vectors: u32,
     limit: u16,
 }
 
-fn check_count(index: IrqIndex, vectors: u16) -> Result<(), IrqCountsError> {
+fn check_count(index: IrqIndex, vectors: u32) -> Result<(), IrqCountsError> {
     let limit = match index {
         IrqIndex::Msi => IrqCounts::MAX_MSI,
         IrqIndex::Msix => IrqCounts::MAX_MSIX,
         IrqIndex::Intx | IrqIndex::Err | IrqIndex::Req => 1,
     };
-    if vectors > limit {
+    if vectors > limit.into() {
         return Err(IrqCountsError {
             index,
             vectors,

@@ -180,25 +180,16 @@ impl Device {
 
 /// The vectors of each interrupt type, as far as a function may have them; `describe` compares them with
 /// configuration space.
-fn counts_of(vectors: [u32; 5]) -> IrqCounts {
-    let at_most = |index: IrqIndex, most: u16| vectors[index as usize].min(most.into()) as u16;
-    let there = |index: IrqIndex| vectors[index as usize] != 0;
-    let mut counts = IrqCounts::new();
-    if there(IrqIndex::Intx) {
-        counts = counts.with_intx();
+fn counts_of(mut vectors: [u32; 5]) -> IrqCounts {
+    for (index, most) in [
+        (IrqIndex::Msi, IrqCounts::MAX_MSI),
+        (IrqIndex::Msix, IrqCounts::MAX_MSIX),
+    ] {
+        let vectors = &mut vectors[index as usize];
+        *vectors = (*vectors).min(most.into());
     }
-    if there(IrqIndex::Err) {
-        counts = counts.with_err();
-    }
-    if there(IrqIndex::Req) {
-        counts = counts.with_req();
-    }
-    let msi = at_most(IrqIndex::Msi, IrqCounts::MAX_MSI);
-    let msix = at_most(IrqIndex::Msix, IrqCounts::MAX_MSIX);
-    counts
-        .with_msi(msi)
-        .and_then(|counts| counts.with_msix(msix))
-        .unwrap_or(counts)
+    // They fit now.
+    IrqCounts::of(vectors).unwrap_or_default()
 }
 
 impl Available for ServerDevice {

@@ -135,26 +135,11 @@ fn irqs(device: &VfioDevice) -> [IrqInfo; 5] {
 
 /// The number of vectors at each interrupt index.
 pub(crate) fn irq_counts(bdf: Bdf, infos: &[IrqInfo; 5]) -> Result<IrqCounts, VfioError> {
-    let vectors = |index: IrqIndex| u16::try_from(infos[index as usize].count);
-    let there = |index: IrqIndex| infos[index as usize].count != 0;
-    let unsupported = |problem: String| VfioError::Unsupported { bdf, problem };
-    let too_many = || unsupported("the kernel reports more than 65535 vectors".to_owned());
-    let mut counts = IrqCounts::new();
-    if there(IrqIndex::Intx) {
-        counts = counts.with_intx();
-    }
-    if there(IrqIndex::Err) {
-        counts = counts.with_err();
-    }
-    if there(IrqIndex::Req) {
-        counts = counts.with_req();
-    }
-    let msi = vectors(IrqIndex::Msi).map_err(|_| too_many())?;
-    let msix = vectors(IrqIndex::Msix).map_err(|_| too_many())?;
-    counts
-        .with_msi(msi)
-        .and_then(|counts| counts.with_msix(msix))
-        .map_err(|error| unsupported(error.to_string()))
+    let counts = IrqCounts::of(infos.map(|info| info.count));
+    counts.map_err(|error| VfioError::Unsupported {
+        bdf,
+        problem: error.to_string(),
+    })
 }
 
 impl Drop for Device {
