@@ -20,7 +20,10 @@ use farside_scripted_vmm::{
     vectors::Vectors,
 };
 use farside_tests::{Cluster, Daemon, MIB};
-use rustix::process::{Signal, kill_process};
+use rustix::{
+    fs::OFlags,
+    process::{Signal, kill_process},
+};
 
 use super::{Random, Story, workers};
 
@@ -211,6 +214,20 @@ fn live(cluster: &Cluster, vm: &str, id: &str, random: &mut Random, counts: &Cou
     Ok(())
 }
 
+/// The descriptors that a process has opened. What it inherits from this one, whose VMMs have memory of BARs that is passed
+/// on, has no `O_CLOEXEC`.
+fn opened(pid: u32) -> Result<usize> {
+    let mut count = 0;
+    for entry in fs::read_dir(format!("/proc/{pid}/fdinfo"))? {
+        // It may be closed meanwhile.
+        let info = fs::read_to_string(entry?.path()).unwrap_or_default();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+        let flags = flags.and_then(|flags| u32::from_str_radix(flags.trim(), 8).ok());
+        count += usize::from(flags.is_some_and(|it| it & OFlags::CLOEXEC.bits() != 0));
+    }
+    Ok(count)
+}
+
 /// Of a process: bytes of memory that are its own, and descriptors.
 #[derive(Clone, Copy, Debug)]
 struct Use {
@@ -226,7 +243,7 @@ impl Use {
         let kib: u64 = words.nth(1).context("no number")?.parse()?;
         Ok(Self {
             resident: kib << 10,
-            descriptors: fs::read_dir(format!("/proc/{pid}/fd"))?.count(),
+            descriptors: opened(pid)?,
         })
     }
 }
