@@ -353,7 +353,7 @@ fn lend(
         }) if !registry.can_go_on(&device, transport) => Err(chains::ended(
             &device,
             &vm,
-            "it has no medium that can be identified, nor a process that can be followed",
+            "its leases do not go on: it is neither a disk whose image is told from another, nor a function of a VM of this host; reset the VM to borrow it anew",
         )),
         Some(going) if registry.can_go_on(&device, transport) || !keeps_state => {
             let granted = registry.grant_medium(&device, (&vm, transport), fence, going);

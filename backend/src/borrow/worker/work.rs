@@ -424,10 +424,8 @@ impl Borrower {
             bar_window: None,
             page_window: None,
         });
-        self.set_intx_disable(setup.intx_disable)?;
-        for request in &setup.irqs {
-            self.set_irqs(request)?;
-        }
+        let relay = self.settings.relay_interrupts;
+        resume::set_up_interrupts(&mut self.borrow.lease()?.client, setup, relay)?;
         let description = &self.described.description;
         let ntb = self.settings.ntb.as_ref();
         let bars = LeasedBars::new(description, ntb, &granted.bars, granted.files)

@@ -473,7 +473,12 @@ impl Borrower {
     }
 }
 
-fn set_up_interrupts(client: &mut Client, setup: &Setup, relay: bool) -> Result<(), WorkError> {
+/// Has a new lease signal as its client has set it up.
+pub(super) fn set_up_interrupts(
+    client: &mut Client,
+    setup: &Setup,
+    relay: bool,
+) -> Result<(), WorkError> {
     client.set_intx_disable(setup.intx_disable)?;
     for request in &setup.irqs {
         let (update, fds) = IrqUpdate::new(request, relay);
