@@ -51,6 +51,11 @@ pub(crate) const TCG_HOST_CPU: &str = "max,la57=off";
 /// hangs, or KVM gives up. Hence a host has one CPU, and its guests no paravirtual EOI: then the
 /// first step of Linux's interrupt handlers is a #VMEXIT. Firmware has no such step.
 /// `cargo run -p farside-testbed --example nested` measures it.
+///
+/// After an exception that the guest handles itself, such as a page fault, emulated SVM leaves its type in
+/// EVENTINJ, without the valid bit, and reports it with the next #VMEXIT. If that is an access of MMIO, Linux 7.3's KVM
+/// stops the guest (`KVM internal error. Suberror: 3`). So no process of a guest is to start, or to
+/// touch new memory, again and again while devices are plugged in.
 pub const NESTED_KVM_CPU: &str = "host,kvm-pv-eoi=off";
 
 /// Tries KVM once per boot of the machine and per version of QEMU and guest.
