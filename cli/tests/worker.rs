@@ -134,12 +134,15 @@ impl Worker {
         status.map(|status| status.expect("a thread")).collect()
     }
 
-    /// The files of its descriptors.
+    /// The files of its descriptors, without those that it closes meanwhile.
     fn files(&self) -> Vec<PathBuf> {
         let path = format!("/proc/{}/fd", self.pid.as_raw_nonzero());
         let links = fs::read_dir(path).expect("a process").flatten();
-        let files = links.map(|link| fs::read_link(link.path()));
-        files.map(|file| file.expect("a link")).collect()
+        let files = links.filter_map(|link| match fs::read_link(link.path()) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            file => Some(file.expect("a link")),
+        });
+        files.collect()
     }
 
     /// A field of a thread's status.
