@@ -32,7 +32,7 @@ enum Attempt {
     Refuse,
     /// Its worker answers so late that the next attempt has begun.
     BeLate,
-    /// Its worker ends before it has begun.
+    /// Its worker ends before it has begun, and the lender closes the connection.
     Fail,
 }
 
@@ -89,12 +89,7 @@ impl State {
         self.generation += 1;
         let attempt = self.attempts.pop_front().expect("an attempt");
         if attempt == Attempt::Fail {
-            let refused = Reply::Refused(RemoteError {
-                kind: ErrorKind::Internal,
-                message: "its worker process was ended by signal 9".into(),
-            });
-            connection.send(&refused, &[], DEADLINE).unwrap();
-            return Some(connection);
+            return None;
         }
         self.refuses = attempt == Attempt::Refuse;
         let (ours, theirs) = Channel::pair().unwrap();

@@ -542,8 +542,8 @@ impl<'a> WorkerLease<'a> {
             );
             self.owner.home.line(Line::Ended, &line);
         }
-        let is_told = self.begun || goes_on;
-        let asking = match is_told {
+        // Closed after the release, so that the peer, which is not told more, can borrow again at once.
+        let _asking = match self.begun || goes_on {
             true => None,
             false => self.connection.take(),
         };
@@ -552,16 +552,7 @@ impl<'a> WorkerLease<'a> {
             false => Release::Over(Revocation::Ended),
         };
         let ended = self.ended.or(self.over).unwrap_or(ended);
-        // First, so that the peer can retry at once.
         self.release(ended);
-        if let Some(Borrower::Asking(mut connection)) = asking {
-            let error = failed(format_args!(
-                "device {id}: its worker process {pid} {}: see the lender's log",
-                self::ended(status)
-            ));
-            // The borrow fails whether or not the peer receives this.
-            let _ = connection.send(&Reply::Refused(error), &[], SEND_TIMEOUT);
-        }
         true
     }
 }

@@ -11,8 +11,8 @@ use std::{
 
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
-    BarOwner, CallError, ChannelError, Client, Described, ErrorKind, IrqUpdate, Keeping,
-    Lease as Granted, Secret, Transport, served,
+    BarOwner, CallError, ChannelError, Client, Described, IrqUpdate, Keeping, Lease as Granted,
+    Secret, Transport, served,
 };
 
 use super::{
@@ -217,9 +217,7 @@ impl Borrower {
                 Ok(lease) => return Ok(lease),
                 Err(error) => error,
             };
-            let not_begun = self.borrow.lease().is_err();
-            let refused = not_begun && error.refusal() == Some(ErrorKind::Internal);
-            if !(refused || is_cut(&error)) {
+            if !is_cut(&error) {
                 return Err(error);
             }
             log::debug!("{}: borrowing it again: {}", self.name(), Chain(&error));
