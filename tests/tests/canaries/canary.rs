@@ -62,8 +62,7 @@ impl Canary {
 
     /// Fails if `memory` has the canary's word: it was read. `what` names the memory.
     pub fn check_unread(&self, what: &str, memory: &[u8]) -> Result<(), String> {
-        let found = memory.windows(8).position(|bytes| bytes == self.word);
-        match found {
+        match memchr::memmem::find(memory, &self.word) {
             None => Ok(()),
             Some(at) => Err(format!(
                 "the canary {} was copied to {what}, at {at:#x}",
