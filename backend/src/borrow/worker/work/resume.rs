@@ -223,7 +223,14 @@ impl Borrower {
             log::debug!("{}: borrowing it again: {}", self.name(), Chain(&error));
             self.enter(before);
         }
-        self.borrow_once(setup)
+        let last = self.borrow_once(setup);
+        if last.as_ref().is_err_and(is_cut) {
+            log::error!(
+                "{}: {BORROWS} times the lender's process for it ended before the lease began: see the lender's log",
+                self.name()
+            );
+        }
+        last
     }
 
     /// Whether the lease may go on.
