@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use farside_daemon::{DeviceId, LenderName, NameError, VmName};
+use farside_fabric::parse_size;
 use farside_host_pci::Filter;
-use farside_lender::config::Borrower;
+use farside_lender::config::{Borrower, Limits};
 use farside_lender_protocol::Address;
 use farside_pci::Bdf;
 use farside_vm_config::{HostConfig, LoadError, parse_memory};
@@ -139,10 +140,12 @@ pub(crate) struct Lend {
     #[arg(long)]
     pub(crate) listen_plain: bool,
     /// Lend an emulated NVMe device backed by an image file or block device.
-    #[arg(long, value_name = "ID=IMAGE[,read-only]", value_parser = parse_disk)]
+    /// At most N operations and SIZE bytes per second, as in disk0=disk0.img,iops=5000,bandwidth=200M.
+    #[arg(long, value_name = "ID=IMAGE[,read-only][,iops=N][,bandwidth=SIZE]", value_parser = parse_disk)]
     pub(crate) nvme: Vec<Disk>,
     /// Lend a virtio-blk device backed by an image file or block device.
-    #[arg(long, value_name = "ID=IMAGE[,read-only]", value_parser = parse_disk)]
+    /// Options as for --nvme.
+    #[arg(long, value_name = "ID=IMAGE[,…]", value_parser = parse_disk)]
     pub(crate) virtio_blk: Vec<Disk>,
     /// Lend a DMA test device.
     #[arg(long, value_name = "ID")]
@@ -421,18 +424,32 @@ pub(crate) struct Disk {
     pub(crate) id: DeviceId,
     pub(crate) image: PathBuf,
     pub(crate) read_only: bool,
+    pub(crate) limits: Limits,
 }
 
+/// Options are read from the end, as a path may contain commas.
 fn parse_disk(text: &str) -> Result<Disk, String> {
-    let (rest, read_only) = match text.strip_suffix(",read-only") {
-        Some(rest) => (rest, true),
-        None => (text, false),
-    };
+    let (mut rest, mut read_only, mut limits) = (text, false, Limits::default());
+    while let Some((before, option)) = rest.rsplit_once(',') {
+        match option.split_once('=') {
+            None if option == "read-only" => read_only = true,
+            Some(("iops", number)) => {
+                let wrong = |_| {
+                    format!("{option}: give a number, or name a path that ends so in lender.toml")
+                };
+                limits.iops = Some(number.parse().map_err(wrong)?);
+            }
+            Some(("bandwidth", size)) => limits.bandwidth = Some(parse_size(size)?),
+            _ => break,
+        }
+        rest = before;
+    }
     match rest.split_once('=') {
         Some((id, image)) if !id.is_empty() && !image.is_empty() => Ok(Disk {
             id: parse_id(id)?,
             image: image.into(),
             read_only,
+            limits,
         }),
         _ => Err("give a device id and an image, as in disk0=/var/lib/farside/disk0.img".into()),
     }
@@ -482,10 +499,15 @@ mod tests {
             id: "a".parse().unwrap(),
             image: image.into(),
             read_only,
+            limits: Limits::default(),
         };
         assert_eq!(parse_disk("a=b=c"), Ok(disk("b=c", false)));
         assert_eq!(parse_disk("a=b,c,read-only"), Ok(disk("b,c", true)));
-        for refused in ["a", "=b", "a=,read-only"] {
+        let limited = parse_disk("a=b,c=1,bandwidth=20M,read-only,iops=7").unwrap();
+        assert_eq!((limited.image, limited.read_only), ("b,c=1".into(), true));
+        assert_eq!(limited.limits.iops, Some(7));
+        assert_eq!(limited.limits.bandwidth, Some(20 << 20));
+        for refused in ["a", "=b", "a=,read-only", "a=b,iops=x", "a=b,bandwidth=20X"] {
             assert!(parse_disk(refused).is_err(), "{refused}");
         }
     }

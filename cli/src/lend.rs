@@ -7,10 +7,7 @@ use farside_daemon::{Activated, DeviceId, cgroup, close_inherited, paths, ready}
 use farside_fabric::VmShare;
 use farside_lender::{
     Lender,
-    config::{
-        Config, DeviceConfig, Model, NtbConfig, Program, RomConfig, Source, VfioConfig,
-        VfioUserConfig, VfsConfig,
-    },
+    config::{Config, DeviceConfig, NtbConfig, Program, RomConfig, Source, VfioConfig, VfsConfig},
     run_keeper, run_worker,
 };
 use farside_lender_protocol::{Address, Client};
@@ -28,6 +25,9 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         Some(path) => Config::load(path)?,
         None => Config::default(),
     };
+    for table in named(&args)? {
+        config.device.push(Value::Table(table).try_into()?);
+    }
     if let Some(name) = args.name {
         config.name = name;
     }
@@ -44,21 +44,6 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         config.poll_us = poll_us;
     }
     let borrowers: Vec<_> = args.borrowers.into_iter().map(|(_, rule)| rule).collect();
-    let nvme = args.nvme.into_iter().map(|nvme| DeviceConfig {
-        id: nvme.id,
-        source: Model::nvme(nvme.image, nvme.read_only).into(),
-        borrowers: borrowers.clone(),
-    });
-    let virtio_blk = args.virtio_blk.into_iter().map(|disk| DeviceConfig {
-        id: disk.id,
-        source: Model::virtio_blk(disk.image, disk.read_only).into(),
-        borrowers: borrowers.clone(),
-    });
-    let dma_test = args.dma_test.into_iter().map(|id| DeviceConfig {
-        id,
-        source: Model::dma_test().into(),
-        borrowers: borrowers.clone(),
-    });
     let vfio = args.vfio.into_iter().map(|(id, function)| DeviceConfig {
         id,
         source: Source::Vfio(VfioConfig {
@@ -69,13 +54,7 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
         }),
         borrowers: borrowers.clone(),
     });
-    let servers = args.vfio_user.into_iter().map(|(id, socket)| DeviceConfig {
-        id,
-        source: Source::VfioUser(VfioUserConfig { socket }),
-        borrowers: borrowers.clone(),
-    });
-    let models = nvme.chain(virtio_blk).chain(dma_test);
-    config.device.extend(models.chain(vfio).chain(servers));
+    config.device.extend(vfio);
     if let Some(function) = args.ntb {
         let per_vm = config.ntb.map_or(VmShare::ALL, |ntb| ntb.per_vm);
         config.ntb = Some(NtbConfig { function, per_vm });
@@ -147,12 +126,24 @@ fn added(args: &Lend) -> anyhow::Result<Vec<Table>> {
         );
     }
     let mut tables = args.config.as_deref().map_or(Ok(Vec::new()), tables_of)?;
+    tables.extend(named(args)?);
+    ensure!(
+        !tables.is_empty(),
+        "no device to add: give at least one (--nvme ID=IMAGE, or --config FILE with `[[device]]`)"
+    );
+    Ok(tables)
+}
+
+/// The `[[device]]` tables of the devices that options name, without functions of this host.
+fn named(args: &Lend) -> anyhow::Result<Vec<Table>> {
+    let mut tables = Vec::new();
     let nvme = args.nvme.iter().map(|disk| ("nvme", disk));
     let virtio_blk = args.virtio_blk.iter().map(|disk| ("virtio-blk", disk));
     for (kind, disk) in nvme.chain(virtio_blk) {
         let mut options = Table::new();
         options.insert("image".into(), absolute(&disk.image)?);
         options.insert("read-only".into(), disk.read_only.into());
+        options.insert("limits".into(), Value::try_from(disk.limits)?);
         tables.push(model(&disk.id, kind, options, args));
     }
     for id in &args.dma_test {
@@ -162,10 +153,6 @@ fn added(args: &Lend) -> anyhow::Result<Vec<Table>> {
         let server = Table::from_iter([("socket".to_owned(), absolute(socket)?)]);
         tables.push(table(id, "vfio-user", server, args));
     }
-    ensure!(
-        !tables.is_empty(),
-        "no device to add: give at least one (--nvme ID=IMAGE, or --config FILE with `[[device]]`)"
-    );
     Ok(tables)
 }
 
@@ -223,6 +210,7 @@ fn delegated(memory_max: Option<u64>) -> anyhow::Result<Option<cgroup::Delegated
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use farside_lender::config::Model;
 
     use super::*;
     use crate::args::{Args, Verb};
@@ -241,7 +229,7 @@ mod tests {
     fn an_added_device_is_a_table_of_the_configuration() {
         let devices = tables(&[
             "--nvme",
-            "disk1=a \"b\".img,read-only",
+            "disk1=a \"b\".img,read-only,iops=500",
             "--virtio-blk",
             "disk2=b.img",
             "--dma-test",
@@ -256,6 +244,7 @@ mod tests {
         match &devices[0].source {
             Source::Model(Model::Nvme(nvme)) => {
                 assert!(nvme.read_only);
+                assert_eq!(nvme.limits.iops, Some(500));
                 assert!(nvme.image.is_absolute() && nvme.image.ends_with("a \"b\".img"));
             }
             other => panic!("{other:?}"),

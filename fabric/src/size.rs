@@ -103,10 +103,11 @@ pub fn deserialize_size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u6
 pub fn deserialize_optional_size<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<u64>, D::Error> {
-    match deserializer.is_human_readable() {
-        true => deserialize_size(deserializer).map(Some),
-        false => Option::deserialize(deserializer),
-    }
+    #[derive(Deserialize)]
+    struct Bytes(#[serde(deserialize_with = "deserialize_size")] u64);
+
+    let bytes = Option::<Bytes>::deserialize(deserializer)?;
+    Ok(bytes.map(|bytes| bytes.0))
 }
 
 #[cfg(test)]

@@ -31,7 +31,8 @@
 use std::path::{Path, PathBuf};
 
 use farside_daemon::{DeviceId, LenderName};
-use farside_devices::{nvme, virtio};
+pub use farside_devices::block::Limits;
+use farside_devices::{block::EngineChoice, nvme, virtio};
 use farside_discovery::Discovery;
 use farside_fabric::{NtbLimits, VmShare, deserialize_optional_size};
 use farside_host_pci::Filter;
@@ -322,6 +323,15 @@ impl Model {
     /// The DMA test device.
     pub fn dma_test() -> Self {
         Self::DmaTest(DmaTestConfig {})
+    }
+
+    /// How its medium is accessed: engine, limits, and whether it is read only.
+    pub(crate) fn medium(&self) -> (EngineChoice, Limits, bool) {
+        match self {
+            Self::Nvme(config) => (config.engine, config.limits, config.read_only),
+            Self::VirtioBlk(config) => (config.engine, config.limits, config.read_only),
+            Self::DmaTest(_) => (EngineChoice::Threads, Limits::default(), true),
+        }
     }
 }
 

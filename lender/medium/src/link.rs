@@ -454,11 +454,15 @@ impl Link {
         }
     }
 
-    /// Keeps the connection alive, and finds out that it is not. To be called every [`Link::TICK`].
+    /// Keeps the connection alive, and finds out that it is not, if the caller `reads`. To be called every
+    /// [`Link::TICK`].
     ///
     /// # Errors
     /// [`LinkError::Silent`].
-    pub fn tick(&mut self) -> Result<(), LinkError> {
+    pub fn tick(&mut self, reads: bool) -> Result<(), LinkError> {
+        if !reads {
+            self.heard = Instant::now();
+        }
         if self.heard.elapsed() >= SILENCE {
             return Err(LinkError::Silent(SILENCE));
         }

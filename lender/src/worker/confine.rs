@@ -52,7 +52,8 @@ impl Kind {
     /// Its system calls, beside those of all workers.
     fn calls(self) -> &'static [i64] {
         match self {
-            Self::Model => &[],
+            // The timer of a device with limits.
+            Self::Model => &[libc::SYS_timerfd_settime],
             // The eventfds of interrupts that are relayed.
             Self::Function | Self::Server => &[
                 libc::SYS_epoll_create1,

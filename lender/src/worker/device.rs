@@ -12,7 +12,7 @@ use std::{
 use farside_daemon::{DeviceId, VmName, cgroup};
 use farside_devices::{
     Device,
-    block::{EngineChoice, Image, ImageId},
+    block::{Image, ImageId},
     dma_test, nvme, remote, state, virtio,
 };
 use farside_fabric::soft::{Adapter, AdapterTables};
@@ -94,10 +94,12 @@ impl WorkerDevice {
         let kept = STATE_PAGE + state::SIZE as u64;
         let (description, image, state) = match &model {
             config::Model::Nvme(config) => {
+                config.validate()?;
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
                 (config.description(image.size), Some(image), kept)
             }
             config::Model::VirtioBlk(config) => {
+                config.validate()?;
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
                 (config.description(image.size), Some(image), kept)
             }
@@ -353,8 +355,8 @@ impl WorkerDevice {
             return Err(StartError::NoMedium);
         };
         let model = match &kind.model {
+            // The path is this host's.
             config::Model::Nvme(config) => remote::Model::Nvme(nvme::Config {
-                // The path is this host's.
                 image: self.id.as_str().into(),
                 ..config.clone()
             }),
@@ -382,13 +384,10 @@ impl WorkerDevice {
         let Kind::Model(kind) = &self.device else {
             return Err(StartError::NoMedium);
         };
-        let (engine, read_only) = match &kind.model {
-            config::Model::Nvme(config) => (config.engine, config.read_only),
-            config::Model::VirtioBlk(config) => (config.engine, config.read_only),
-            config::Model::DmaTest(_) => (EngineChoice::Threads, true),
-        };
+        let (engine, limits, read_only) = kind.model.medium();
         Ok(Served::Medium(Box::new(ServedMedium {
             engine,
+            limits,
             size: kind.image.as_ref().map_or(0, |image| image.size),
             read_only,
             secrets,

@@ -459,10 +459,18 @@ pub(super) fn wait(pidfd: &OwnedFd, timeout: Option<Duration>) -> bool {
 }
 
 /// Whether the configuration is the one that was recorded as JSON. A later version may write keys that an earlier one has
-/// left out.
+/// left out. Other limits are the next worker's, and the image is looked at itself.
 fn is_same<C: Serialize + DeserializeOwned>(now: &C, then: &str) -> bool {
-    let then = serde_json::from_str::<C>(then).and_then(|then| serde_json::to_string(&then));
-    matches!((serde_json::to_string(now), then), (Ok(now), Ok(then)) if now == then)
+    let written = |config: &C| {
+        let mut config = serde_json::to_value(config).ok()?;
+        for key in ["image", "limits"] {
+            config.as_object_mut()?.remove(key);
+        }
+        Some(config)
+    };
+    let then = serde_json::from_str::<C>(then);
+    let then = then.ok().and_then(|then| written(&then));
+    then.is_some() && then == written(now)
 }
 
 fn is_at(file: &File, path: &Path) -> bool {

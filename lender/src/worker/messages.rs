@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use farside_daemon::VmName;
-use farside_devices::block::EngineChoice;
+use farside_devices::block::{EngineChoice, Limits};
 use farside_fabric::{LutRange, NtbLimits, PeerAddress};
 use farside_lender_protocol::{DeviceEntry, Generation, RemoteError, Secret, Transport};
 use farside_medium::Secrets;
@@ -75,6 +75,7 @@ pub(crate) enum Served {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct ServedMedium {
     pub(crate) engine: EngineChoice,
+    pub(crate) limits: Limits,
     /// Bytes of the image; 0 for a model without a medium.
     pub(crate) size: u64,
     pub(crate) read_only: bool,

@@ -122,7 +122,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         };
         let medium = LentMedium::new(
             image.into(),
-            served.engine,
+            (served.engine, served.limits),
             (served.size, served.read_only),
             (id.as_str(), link),
         )?;

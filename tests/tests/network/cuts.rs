@@ -1,6 +1,10 @@
 //! The wire is cut, and processes at its other end die.
 
-use std::{fs, os::unix::fs::FileExt, time::Duration};
+use std::{
+    fs,
+    os::unix::fs::FileExt,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result, ensure};
 use farside_backend_api::ConnectionState;
@@ -99,6 +103,21 @@ pub fn a_drive_crosses_with_one_round_trip_for_each_command(stage: &mut Stage) -
         let entry = &status.lent("disk0").context("no disk0")?.entry;
         Ok((entry.borrowed_by.is_none() && entry.kept.is_none()).then_some(()))
     })
+}
+
+pub fn limits_hold_over_the_network(stage: &mut Stage) -> Result<()> {
+    stage.lend("disk0.img,bandwidth=10M")?;
+    stage.serve("web1", 60)?;
+    let vmm = stage.boot("web1")?;
+    let start = Instant::now();
+    let io = vmm.step("io 16M")?;
+    // 16 MiB written and read, without 100 ms that were not used before, and the last command, of 1 MiB
+    // at most.
+    let least = Duration::from_millis(3000);
+    ensure!(start.elapsed() >= least, "{:?}", start.elapsed());
+    check_medium(stage, "disk0.img", &io);
+    ensure!(connection(stage, "web1")? == ConnectionState::Connected);
+    Ok(())
 }
 
 pub fn a_drive_crosses_with_tls(stage: &mut Stage) -> Result<()> {

@@ -41,6 +41,7 @@ fn main() {
         bad_input::a_lender_that_stops_reading_slows_nobody_else,
         cuts::a_drive_crosses_with_one_round_trip_for_each_command,
         cuts::a_drive_crosses_with_tls,
+        cuts::limits_hold_over_the_network,
         cuts::a_young_lease_is_kept_for_all_of_the_time,
         cuts::io_goes_on_after_a_silent_cut,
         cuts::io_goes_on_when_worker_and_lender_are_killed,

@@ -17,7 +17,7 @@ use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_medium::{Condition, Frame, FrameError, Link, LinkError, MAX_DATA, Memory};
 
 use super::{
-    BlockError, BlockQueue, DEPTH, Durability, EngineChoice, PUNCH_HOLE, Tag, ZERO_RANGE,
+    BlockError, BlockQueue, DEPTH, Durability, EngineChoice, Limits, PUNCH_HOLE, Tag, ZERO_RANGE,
     medium::{Direction as MediumDirection, Medium},
 };
 
@@ -106,14 +106,14 @@ impl LentMedium {
     /// Those of starting an engine, and of memory.
     pub fn new(
         file: File,
-        engine: EngineChoice,
+        (engine, limits): (EngineChoice, Limits),
         (size, read_only): (u64, bool),
         (name, link): (&str, Link),
     ) -> io::Result<Self> {
         let depth = DEPTH;
         let parts = (MEMORY / PART) as u16;
         Ok(Self {
-            block: BlockQueue::open(file, engine, depth)?,
+            block: BlockQueue::open(file, engine, depth)?.limited(limits)?,
             link,
             slots: (0..depth).map(|_| Slot::default()).collect(),
             memory: SharedMemory::anonymous(MEMORY)?,
@@ -170,12 +170,12 @@ impl LentMedium {
     /// # Errors
     /// The connection is over.
     pub fn tick(&mut self) -> Result<(), Ended> {
-        self.link.tick().map_err(Ended::Cut)
+        self.link.tick(self.reads()).map_err(Ended::Cut)
     }
 
     /// The connection, and whether it has to be readable and writable.
     pub fn link(&self) -> (BorrowedFd<'_>, bool, bool) {
-        (self.link.as_fd(), self.has_room(), self.link.wants_write())
+        (self.link.as_fd(), self.reads(), self.link.wants_write())
     }
 
     /// Readable when an operation has finished.
@@ -211,6 +211,11 @@ impl LentMedium {
         (busy.count() as u64, self.slots.len() as u64)
     }
 
+    /// Whether the borrower is listened to.
+    fn reads(&self) -> bool {
+        self.has_room() && !self.block.is_held()
+    }
+
     fn has_room(&self) -> bool {
         self.free.len() >= MOST_PARTS
     }
@@ -223,7 +228,7 @@ impl LentMedium {
     /// Receives frames, and starts what they ask for. Returns whether there were any.
     fn receive(&mut self) -> Result<bool, Ended> {
         for count in 0..BURST {
-            if !self.has_room() {
+            if !self.has_room() || !self.block.may_take() {
                 return Ok(count > 0);
             }
             let (slots, free, memory) = (&mut self.slots, &mut self.free, &self.memory);

@@ -17,6 +17,7 @@ pub(crate) mod faulty;
 mod image;
 mod inline;
 mod lent;
+mod limits;
 pub(crate) mod medium;
 mod network;
 pub(crate) mod serial;
@@ -43,10 +44,12 @@ use serde::{Deserialize, Serialize};
 
 pub use image::{Image, ImageAccess, ImageError, ImageId};
 pub use lent::{Ended, LentMedium, Turn};
+pub use limits::{LEAST_BANDWIDTH, LEAST_IOPS, Limits, LimitsError};
 pub use network::{MediumKeeper, Notice, RemoteMedium, Supply, remote_medium};
 pub use serial::SERIAL_LEN;
 
 use inline::Inline;
+use limits::Throttle;
 use network::Network;
 use threads::Threads;
 use transfer::{Job, Step, Transfer};
@@ -190,6 +193,8 @@ pub struct BlockQueue {
     transfers: Box<[Transfer]>,
     /// For a file of this host.
     inline: Option<(Inline, Arc<File>)>,
+    /// If the device has limits.
+    throttle: Option<Throttle>,
     in_flight: usize,
     finished: Vec<(Tag, i32)>,
     done: Vec<(Tag, Result<(), BlockError>)>,
@@ -238,11 +243,37 @@ impl BlockQueue {
             engine,
             transfers: (0..depth).map(|_| Transfer::default()).collect(),
             inline,
+            throttle: None,
             in_flight: 0,
             finished: Vec::with_capacity(depth.into()),
             done: Vec::with_capacity(depth.into()),
             all_submitted: true,
         }
+    }
+
+    /// With these limits.
+    ///
+    /// # Errors
+    /// Limits that are too low; those of creating a timer.
+    pub fn limited(mut self, limits: Limits) -> io::Result<Self> {
+        if !limits.is_none() {
+            limits.validate().map_err(io::Error::other)?;
+            let file = self.inline.as_ref().map(|(_, file)| file.metadata());
+            let is_device =
+                file.is_some_and(|meta| meta.is_ok_and(|it| it.file_type().is_block_device()));
+            self.throttle = Some(Throttle::new(limits, is_device, self.engine.wake_fd())?);
+        }
+        Ok(self)
+    }
+
+    /// Whether the limits let the owner take another command. If not, it may sleep on the wake descriptor.
+    pub fn may_take(&mut self) -> bool {
+        self.throttle.as_mut().is_none_or(Throttle::may_take)
+    }
+
+    /// Whether the last [`BlockQueue::may_take`] returned false.
+    pub fn is_held(&self) -> bool {
+        self.throttle.as_ref().is_some_and(Throttle::is_held)
     }
 
     /// See [`Engine::sync`].
@@ -335,7 +366,11 @@ impl BlockQueue {
     }
 
     fn start(&mut self, tag: Tag, job: Job) {
-        match self.transfers[usize::from(tag)].begin(job) {
+        let transfer = &mut self.transfers[usize::from(tag)];
+        if let Some(throttle) = &mut self.throttle {
+            throttle.start(transfer.cost(&job, throttle.writes_zeroes));
+        }
+        match transfer.begin(job) {
             Some(op) => {
                 self.in_flight += 1;
                 self.queue(tag, op);
@@ -384,7 +419,13 @@ impl BlockQueue {
     fn take_finished(&mut self) -> bool {
         let mut more = false;
         while let Some((tag, result)) = self.finished.pop() {
-            match self.transfers[usize::from(tag)].finish(result) {
+            let transfer = &mut self.transfers[usize::from(tag)];
+            if let Some(throttle) = &mut self.throttle
+                && !throttle.writes_zeroes
+            {
+                throttle.charge(transfer.zeroes_written(result));
+            }
+            match transfer.finish(result) {
                 Step::Continue(op) => {
                     self.queue(tag, op);
                     more = true;
@@ -416,12 +457,16 @@ impl BlockQueue {
     pub fn is_busy(&mut self) -> bool {
         // Always call the engine, which clears stale readiness.
         let finished = self.engine.has_finished() || !self.finished.is_empty();
-        !self.all_submitted || !self.done.is_empty() || finished
+        let due = self.throttle.as_mut().is_some_and(Throttle::is_due);
+        !self.all_submitted || !self.done.is_empty() || finished || due
     }
 
-    /// Readable when an operation has finished.
+    /// Readable when an operation has finished, or the limits let the owner take a command.
     pub fn wake_fd(&self) -> BorrowedFd<'_> {
-        self.engine.wake_fd()
+        match &self.throttle {
+            Some(throttle) => throttle.ready(),
+            None => self.engine.wake_fd(),
+        }
     }
 
     /// Blocks until no transfer is in flight, and drops all results. Does not wait for a medium that is

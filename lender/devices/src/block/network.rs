@@ -334,7 +334,7 @@ impl Network {
         }
         if let State::Connected(link) = &mut self.state
             && ticked
-            && let Err(error) = link.tick()
+            && let Err(error) = link.tick(true)
         {
             self.lose(error);
         }

@@ -6,6 +6,7 @@ use std::{
     os::unix::fs::FileExt,
     sync::Arc,
     thread,
+    time::{Duration, Instant},
 };
 
 use farside_fabric::{
@@ -16,9 +17,13 @@ use farside_fabric::{
 use rustix::{
     event::{PollFd, PollFlags, poll},
     fs::{MemfdFlags, ftruncate, memfd_create},
+    time::Timespec,
 };
 
-use super::{BlockError, BlockQueue, Durability, EngineChoice, Tag};
+use super::{
+    BlockError, BlockQueue, Durability, EngineChoice, Limits, Tag,
+    transfer::{Job, Step, Transfer},
+};
 
 const ENGINES: [EngineChoice; 2] = [EngineChoice::IoUring, EngineChoice::Threads];
 
@@ -212,4 +217,112 @@ fn an_image_is_free_as_soon_as_its_queue_is_dropped() {
             assert!(is_only_user(image.as_file()), "{engine:?}, round {round}");
         }
     }
+}
+
+/// Writes of 4 KiB, as fast as the limits let them be taken, for a second or more: how many, and for how long.
+fn writes(limits: Limits, engine: EngineChoice) -> (f64, Duration) {
+    let queue = BlockQueue::open(file(1 << 20), engine, 4).unwrap();
+    let mut queue = queue.limited(limits).unwrap();
+    let (_fd, memory) = memory(4096);
+    queue.slices(0).push(memory);
+    let (start, mut count) = (Instant::now(), 0.0);
+    while start.elapsed() < Duration::from_secs(1) {
+        if queue.may_take() {
+            queue.write(0, 0, Durability::Cached);
+            assert_eq!(finish(&mut queue), (0, Ok(())));
+            count += 1.0;
+        } else if !queue.is_busy() {
+            assert!(queue.is_held());
+            let fd = queue.wake_fd();
+            let limit = Timespec::try_from(Duration::from_secs(10)).unwrap();
+            assert_eq!(
+                poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)),
+                Ok(1)
+            );
+        }
+    }
+    (count, start.elapsed())
+}
+
+#[test]
+fn zeroes_count_where_they_are_written() {
+    let mut transfer = Transfer::default();
+    assert!(transfer.begin(Job::zero(0, 8192, true)).is_some());
+    // Neither way of fallocate(2) works.
+    for _ in 0..2 {
+        assert_eq!(transfer.zeroes_written(0), 0);
+        assert!(matches!(
+            transfer.finish(-libc::EOPNOTSUPP),
+            Step::Continue(_)
+        ));
+    }
+    assert_eq!(transfer.zeroes_written(4096), 4096);
+    assert!(matches!(transfer.finish(4096), Step::Continue(_)));
+    assert_eq!(transfer.zeroes_written(-libc::EIO), 0);
+    assert_eq!(transfer.zeroes_written(4096), 4096);
+    assert!(matches!(transfer.finish(4096), Step::Done(Ok(()))));
+}
+
+#[test]
+fn a_device_keeps_its_limits_and_reaches_them() {
+    for engine in ENGINES {
+        let iops = Limits {
+            iops: Some(2560),
+            ..Limits::default()
+        };
+        let bandwidth = Limits {
+            bandwidth: Some(10 << 20),
+            ..Limits::default()
+        };
+        for limits in [iops, bandwidth] {
+            let (count, time) = writes(limits, engine);
+            // The 100 ms that nothing may start at first are what may be used at once later.
+            let most = 2560.0 * time.as_secs_f64() + 1.0;
+            assert!(
+                (1280.0..=most).contains(&count),
+                "{engine:?}, {limits:?}: {count} in {time:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn what_was_taken_is_not_held_back() {
+    let limits = Limits {
+        iops: Some(100),
+        ..Limits::default()
+    };
+    let queue = BlockQueue::open(file(1 << 20), EngineChoice::Threads, 4).unwrap();
+    let mut queue = queue.limited(limits).unwrap();
+    let start = Instant::now();
+    // A command of many steps.
+    for _ in 0..1000 {
+        queue.punch(0, 0, 4096);
+        assert_eq!(finish(&mut queue), (0, Ok(())));
+    }
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(!queue.may_take());
+}
+
+#[test]
+fn an_owner_that_is_off_is_woken_once() {
+    let limits = Limits {
+        iops: Some(100),
+        ..Limits::default()
+    };
+    let queue = BlockQueue::open(file(1 << 20), EngineChoice::Threads, 4).unwrap();
+    let mut queue = queue.limited(limits).unwrap();
+    assert!(!queue.may_take() && !queue.is_busy());
+    let wait = |queue: &BlockQueue, time| {
+        let limit = Timespec::try_from(Duration::from_millis(time)).unwrap();
+        poll(
+            &mut [PollFd::new(&queue.wake_fd(), PollFlags::IN)],
+            Some(&limit),
+        )
+        .unwrap()
+    };
+    assert_eq!(wait(&queue, 10_000), 1);
+    assert!(queue.is_busy());
+    assert!(!queue.is_busy() && !queue.is_held());
+    assert_eq!(wait(&queue, 50), 0);
 }

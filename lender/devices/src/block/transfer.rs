@@ -125,6 +125,34 @@ impl Transfer {
         self.scratch = Vec::new();
     }
 
+    /// The bytes of a job on this idle transfer that count against limits.
+    pub(super) fn cost(&self, job: &Job, writes_zeroes: bool) -> u64 {
+        match *job {
+            Job::ReadGuest { .. } | Job::WriteGuest { .. } => {
+                self.slices.iter().map(|slice| slice.len() as u64).sum()
+            }
+            Job::ReadScratch { len, .. } => len as u64,
+            Job::Zero { len, .. }
+            | Job::Allocate {
+                mode: ZERO_RANGE,
+                len,
+                ..
+            } if writes_zeroes => len,
+            Job::Idle | Job::Flush | Job::Allocate { .. } | Job::Zero { .. } => 0,
+        }
+    }
+
+    /// The bytes of zeroes that a system call with this result has written.
+    pub(super) fn zeroes_written(&self, result: i32) -> u64 {
+        match self.job {
+            Job::Zero {
+                method: ZeroMethod::Write,
+                ..
+            } => u64::try_from(result).unwrap_or(0),
+            _ => 0,
+        }
+    }
+
     /// Starts a job on an idle transfer; `None` if it is empty.
     pub(super) fn begin(&mut self, job: Job) -> Option<RawOp> {
         self.assert_idle();

@@ -9,7 +9,7 @@ use farside_pci::Description;
 
 use super::{pci, registers::MAX_VECTORS};
 use crate::block::{
-    EngineChoice, Image, ImageAccess, ImageError, SERIAL_LEN,
+    EngineChoice, Image, ImageAccess, ImageError, Limits, LimitsError, SERIAL_LEN,
     serial::{is_text, serial_for},
 };
 
@@ -44,6 +44,9 @@ pub struct Config {
     /// The I/O engine.
     #[serde(default)]
     pub engine: EngineChoice,
+    /// Most I/O per second.
+    #[serde(default, skip_serializing_if = "Limits::is_none")]
+    pub limits: Limits,
 }
 
 fn default_block_size() -> u32 {
@@ -77,6 +80,9 @@ pub enum ConfigError {
         value: String,
         max: usize,
     },
+    /// A limit of the I/O per second is too low.
+    #[error(transparent)]
+    Limits(#[from] LimitsError),
     /// The image cannot be used.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -99,6 +105,7 @@ impl Config {
             model: default_model(),
             queues: default_queues(),
             engine: EngineChoice::default(),
+            limits: Limits::default(),
         }
     }
 
@@ -110,6 +117,7 @@ impl Config {
         if !(1..MAX_VECTORS).contains(&self.queues) {
             return Err(ConfigError::Queues(self.queues));
         }
+        self.limits.validate()?;
         if let Some(serial) = &self.serial {
             check_text("serial", serial, SERIAL_LEN)?;
         }

@@ -124,7 +124,8 @@ impl Nvme {
             size,
             punches_holes,
         } = image;
-        let block = BlockQueue::open(file, config.engine, IO_SLOTS + RESERVED_SLOTS);
+        let block = BlockQueue::open(file, config.engine, IO_SLOTS + RESERVED_SLOTS)
+            .and_then(|block| block.limited(config.limits));
         Self::with_block(id, config, block, (size, punches_holes))
     }
 
@@ -141,7 +142,8 @@ impl Nvme {
         (size, punches_holes): (u64, bool),
     ) -> Result<Self, ConfigError> {
         config.validate()?;
-        let block = BlockQueue::remote(medium, IO_SLOTS + RESERVED_SLOTS);
+        let block = BlockQueue::remote(medium, IO_SLOTS + RESERVED_SLOTS)
+            .and_then(|block| block.limited(config.limits));
         Self::with_block(id, config, block, (size, punches_holes))
     }
 
@@ -271,9 +273,14 @@ impl Nvme {
         }
     }
 
+    /// Admin commands have no limits.
+    fn may_take_from(&mut self, id: u16) -> bool {
+        id == 0 || self.block.may_take()
+    }
+
     fn fetch_from(&mut self, id: u16, bus: &mut Bus<'_>) -> Result<bool, Fault> {
         for fetched in 0..BURST {
-            if !self.has_slot_for(id) || !self.may_fetch(bus) {
+            if !self.has_slot_for(id) || !self.may_fetch(bus) || !self.may_take_from(id) {
                 return Ok(fetched > 0);
             }
             let Some((command, entry)) = self.queues.fetch(bus.dma, id)? else {
@@ -480,7 +487,9 @@ impl Nvme {
         for index in 0..self.queues.io_queues() {
             if let Some(id) = self.queues.io_queue(index) {
                 self.queues.refresh_tail(bus.dma, id)?;
-                pending |= self.has_slot_for(id) && self.queues.can_fetch(bus.dma, id)?;
+                pending |= self.has_slot_for(id)
+                    && self.queues.can_fetch(bus.dma, id)?
+                    && self.may_take_from(id);
             }
         }
         if line {

@@ -6,7 +6,7 @@ use farside_medium::Link;
 use super::*;
 use crate::{
     Dma, Interrupts,
-    block::{Ended, EngineChoice, LentMedium, MediumKeeper, Notice, Supply, remote_medium},
+    block::{Ended, EngineChoice, LentMedium, Limits, MediumKeeper, Notice, Supply, remote_medium},
     dma_test::{Command, reg, status},
 };
 
@@ -65,7 +65,13 @@ fn links() -> (Link, Link) {
 
 fn lend(link: Link) -> LentMedium {
     let image = tempfile::tempfile().unwrap();
-    LentMedium::new(image, EngineChoice::Threads, (0, true), ("dma0", link)).unwrap()
+    LentMedium::new(
+        image,
+        (EngineChoice::Threads, Limits::default()),
+        (0, true),
+        ("dma0", link),
+    )
+    .unwrap()
 }
 
 impl Pair {

@@ -189,14 +189,14 @@ fn frames_of_a_page_are_received_by_one_call() {
 #[test]
 fn silence_ends_a_connection_and_an_idle_one_says_that_it_is_alive() {
     let (mut near, mut far) = pair(false);
-    near.tick().unwrap();
+    near.tick(true).unwrap();
     assert!(far.receive(|_| Ok(Memory::NONE)).unwrap().is_none());
     near.spoken = Instant::now().checked_sub(IDLE).unwrap();
-    near.tick().unwrap();
+    near.tick(true).unwrap();
     let received = far.receive(|_| Ok(Memory::NONE)).unwrap();
     assert_eq!(received, Some(Frame::Alive));
     near.heard = Instant::now().checked_sub(SILENCE).unwrap();
-    assert!(matches!(near.tick(), Err(LinkError::Silent(_))));
+    assert!(matches!(near.tick(true), Err(LinkError::Silent(_))));
 }
 
 #[test]

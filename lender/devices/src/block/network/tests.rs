@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use rustix::net::{SendFlags, send};
 
 use super::*;
-use crate::block::{BlockError, BlockQueue, Ended, EngineChoice, LentMedium};
+use crate::block::{BlockError, BlockQueue, Ended, EngineChoice, LentMedium, Limits};
 
 const SIZE: u64 = 1 << 20;
 const DEPTH: u16 = 8;
@@ -31,10 +31,14 @@ fn links() -> (Link, Link) {
 }
 
 fn lend(image: &File, read_only: bool, link: Link) -> LentMedium {
+    lend_with(image, read_only, link, Limits::default())
+}
+
+fn lend_with(image: &File, read_only: bool, link: Link, limits: Limits) -> LentMedium {
     let image = image.try_clone().unwrap();
     LentMedium::new(
         image,
-        EngineChoice::Threads,
+        (EngineChoice::Threads, limits),
         (SIZE, read_only),
         ("disk0", link),
     )
@@ -445,4 +449,37 @@ fn frames_that_are_left_are_work() {
         queue.turn();
     }
     drop(far);
+}
+
+#[test]
+fn a_borrower_that_knows_no_limits_is_held_back() {
+    let (near, far) = links();
+    let (medium, keeper) = remote_medium(SIZE, near).unwrap();
+    let limits = Limits {
+        iops: Some(100),
+        ..Limits::default()
+    };
+    let image = image();
+    let mut pair = Pair {
+        queue: BlockQueue::remote(medium, DEPTH).unwrap(),
+        keeper,
+        lent: Some(lend_with(&image, false, far, limits)),
+        image,
+        failed_syncs: 0,
+    };
+    let start = Instant::now();
+    for _ in 0..5 {
+        for tag in 0..DEPTH {
+            pair.write(tag, u64::from(tag) * 4096, 4096, 7);
+        }
+        for _ in 0..DEPTH {
+            assert_eq!(pair.done().1, Ok(()));
+        }
+    }
+    // The first may start after 100 ms, and the last need not be paid for.
+    assert!(
+        start.elapsed() >= Duration::from_millis(400),
+        "{:?}",
+        start.elapsed()
+    );
 }

@@ -1,6 +1,8 @@
 //! Enable, disable, shutdown, resets, quiesce, fatal status.
 
-use super::world::{ACQ, ASQ, BASE, DATA, Driver, OK, SIZE, Sqe, on_each_engine, pattern};
+use std::time::{Duration, Instant};
+
+use super::world::{ACQ, ASQ, BASE, DATA, Driver, ENGINES, OK, SIZE, Sqe, on_each_engine, pattern};
 use crate::Device;
 
 #[test]
@@ -76,6 +78,40 @@ fn disable_waits_for_io_and_forgets_the_session() {
         let cqe = driver.io(Sqe::new(2).nsid(1).prp(DATA, 0).blocks(0, 8));
         assert_eq!(cqe.status, OK);
     });
+}
+
+#[test]
+fn a_controller_beyond_its_limits_sleeps_and_is_quiet_and_reset_at_once() {
+    for engine in ENGINES {
+        let mut driver = Driver::ready_with(|config| {
+            config.engine = engine;
+            config.limits.iops = Some(100);
+        });
+        let start = Instant::now();
+        for block in 0..60 {
+            driver.submit(1, Sqe::new(1).nsid(1).prp(DATA, 0).blocks(block * 8, 8));
+        }
+        driver.until("20 writes", |driver| driver.stat("writes") >= 20);
+        let most = 100.0 * start.elapsed().as_secs_f64() + 1.0;
+        let writes = driver.stat("writes");
+        assert!(writes as f64 <= most, "{writes} writes, not {most}");
+        let start = Instant::now();
+        driver.until("quiescence", |driver| {
+            driver.with(|nvme, bus| nvme.quiesce(bus))
+        });
+        driver.with(|nvme, bus| nvme.resume(bus));
+        driver.write32(0x14, 4 << 20 | 6 << 16);
+        driver.until("disabled state", |driver| driver.read32(0x1c) == 0);
+        // The other 40 take 0.4 s, and are never started.
+        assert!(start.elapsed() < Duration::from_millis(300));
+        assert_eq!(driver.stat("writes"), writes);
+        // Admin commands have no limits.
+        driver.enable();
+        for _ in 0..200 {
+            driver.identify(1, 0);
+        }
+        assert!(start.elapsed() < Duration::from_secs(1));
+    }
 }
 
 #[test]

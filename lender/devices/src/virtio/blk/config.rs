@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::KIND;
 use crate::{
     block::{
-        EngineChoice, Image, ImageAccess, ImageError, SERIAL_LEN,
+        EngineChoice, Image, ImageAccess, ImageError, Limits, LimitsError, SERIAL_LEN,
         serial::{is_text, serial_for},
     },
     virtio::pci::{self, MAX_VECTORS},
@@ -36,6 +36,9 @@ pub struct Config {
     /// The I/O engine.
     #[serde(default)]
     pub engine: EngineChoice,
+    /// Most I/O per second.
+    #[serde(default, skip_serializing_if = "Limits::is_none")]
+    pub limits: Limits,
 }
 
 fn default_block_size() -> u32 {
@@ -61,6 +64,9 @@ pub enum ConfigError {
         "serial = {0:?}: it must be 1 to {SERIAL_LEN} printable ASCII characters, no space at the ends"
     )]
     Serial(String),
+    /// A limit of the I/O per second is too low.
+    #[error(transparent)]
+    Limits(#[from] LimitsError),
     /// The image cannot be used.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -82,6 +88,7 @@ impl Config {
             serial: None,
             queues: default_queues(),
             engine: EngineChoice::default(),
+            limits: Limits::default(),
         }
     }
 
@@ -93,6 +100,7 @@ impl Config {
         if !(1..MAX_VECTORS).contains(&self.queues) {
             return Err(ConfigError::Queues(self.queues));
         }
+        self.limits.validate()?;
         match &self.serial {
             Some(serial) if !is_text(serial, SERIAL_LEN) => {
                 Err(ConfigError::Serial(serial.clone()))

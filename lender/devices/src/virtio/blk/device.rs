@@ -36,9 +36,13 @@ impl Device for VirtioBlk {
     }
 
     fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
-        // Without room, a completion wakes the device.
+        // Without room, a completion wakes the device; beyond its limits, a timer does.
         let pending = match self.may_take(bus) {
-            true => self.transport.enable_notifications(bus) && self.slots.has_room(),
+            true => {
+                self.transport.enable_notifications(bus)
+                    && self.slots.has_room()
+                    && self.block.may_take()
+            }
             false => self.can_recover(bus),
         };
         self.save_changes();

@@ -104,7 +104,8 @@ impl VirtioBlk {
             size,
             punches_holes,
         } = image;
-        let block = BlockQueue::open(file, config.engine, DEPTH);
+        let block = BlockQueue::open(file, config.engine, DEPTH)
+            .and_then(|block| block.limited(config.limits));
         Self::with_block(id, config, block, (size, punches_holes))
     }
 
@@ -120,7 +121,8 @@ impl VirtioBlk {
         medium: RemoteMedium,
         (size, punches_holes): (u64, bool),
     ) -> Result<Self, ConfigError> {
-        let block = BlockQueue::remote(medium, DEPTH);
+        let block =
+            BlockQueue::remote(medium, DEPTH).and_then(|block| block.limited(config.limits));
         Self::with_block(id, config, block, (size, punches_holes))
     }
 
@@ -236,7 +238,7 @@ impl VirtioBlk {
     /// Returns the number of requests.
     fn take_from(&mut self, queue: u16, bus: &mut Bus<'_>) -> usize {
         for taken in 0..BURST {
-            if !self.slots.has_room() || !self.may_take(bus) {
+            if !self.slots.has_room() || !self.may_take(bus) || !self.block.may_take() {
                 return taken;
             }
             if !self.take_request(queue, None, bus) {

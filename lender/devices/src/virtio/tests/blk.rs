@@ -1,6 +1,6 @@
 //! Requests.
 
-use std::os::unix::fs::PermissionsExt;
+use std::{os::unix::fs::PermissionsExt, time::Instant};
 
 use super::world::{
     BASE, DATA, DEVICE, DISCARD, Driver, F_CONFIG_WCE, F_FLUSH, FLUSH, GET_ID, IMAGE, IOERR, OK,
@@ -327,6 +327,22 @@ fn a_reset_waits_for_io_and_forgets_requests() {
         assert_eq!(driver.take(0), None);
         assert_eq!(driver.execute(READ, 0, &[writable(DATA, 512)]).0, OK);
     });
+}
+
+#[test]
+fn a_device_beyond_its_limits_sleeps_and_is_reset_at_once() {
+    let mut driver = Driver::ready(|config| config.limits.iops = Some(100));
+    let start = Instant::now();
+    for n in 0..20 {
+        driver.request(0, READ, n, &[writable(DATA, 512)]);
+    }
+    driver.until("5 reads", |driver| driver.stat("reads") >= 5);
+    let most = 100.0 * start.elapsed().as_secs_f64() + 1.0;
+    let reads = driver.stat("reads");
+    assert!(reads as f64 <= most, "{reads} reads, not {most}");
+    // The others are never started.
+    driver.reset_device();
+    assert_eq!(driver.stat("reads"), reads);
 }
 
 #[test]

@@ -13,7 +13,7 @@ use super::world::{
 };
 use crate::{
     Device,
-    block::{EngineChoice, LentMedium, MediumKeeper, Supply, remote_medium},
+    block::{EngineChoice, LentMedium, Limits, MediumKeeper, Supply, remote_medium},
     virtio::{Config, VirtioBlk},
 };
 
@@ -91,7 +91,7 @@ fn lend(driver: &Driver, link: Link) -> LentMedium {
     let read_only = false;
     LentMedium::new(
         image.unwrap(),
-        EngineChoice::Threads,
+        (EngineChoice::Threads, Limits::default()),
         (IMAGE, read_only),
         ("disk0", link),
     )
