@@ -79,9 +79,10 @@ pub fn run(input: &[u8]) {
             }
         }
         assert_eq!(lender.enabled(), borrower.enabled());
-        let _ = (lender.status(), borrower.status());
     }
     for vectors in [&mut lender, &mut borrower] {
+        // Looks at each vector: after each step, it would take most of the time.
+        let _ = vectors.status();
         vectors.disable_all();
         assert_eq!(vectors.enabled(), None);
     }
