@@ -1,24 +1,22 @@
 //! Requests and their replies.
 
+mod exchange;
+
 use std::{
     fs::File,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use farside_irq_relay::{Action, IrqData, IrqTarget, SetIrqs, wire as irq};
-use rustix::{
-    io::Errno,
-    net::{Shutdown, shutdown},
-};
 use serde::{Deserialize, Serialize};
 
 use crate::{
     CONFIG_REGION, ClientError, Command, DeviceInfo, MAX_DATA, REQUEST_TIMEOUT, RegionInfo,
     info::{self, Region},
-    socket::{self, MAX_FDS, SocketError},
-    wire::{Cursor, HEADER, Header, Message},
+    socket::{self, MAX_FDS},
+    wire::Cursor,
 };
 
 /// The version of the protocol.
@@ -92,6 +90,8 @@ pub struct Client {
     socket: OwnedFd,
     limits: Limits,
     next_id: u16,
+    /// What comes before the reply to the first request is a reply to a process that is gone.
+    adopted: bool,
     ended: bool,
 }
 
@@ -118,8 +118,22 @@ impl Client {
             socket,
             limits,
             next_id: 0,
+            adopted: false,
             ended: false,
         }
+    }
+
+    /// The connection of a process that was killed, of which one request may be unanswered.
+    ///
+    /// # Errors
+    /// As of a request, [`Command::DeviceGetInfo`]. If that process had received or sent a part of a message, the connection ends.
+    pub fn adopt(socket: OwnedFd, limits: Limits) -> Result<Self, ClientError> {
+        let mut client = Self::resume(socket, limits);
+        // Ids are 16 bits, and that request may have any.
+        client.next_id = getrandom::u32().unwrap_or_default() as u16;
+        client.adopted = true;
+        client.device_info()?;
+        Ok(client)
     }
 
     /// The socket, for passing to another process.
@@ -391,200 +405,15 @@ impl Client {
                 break;
             }
             let deadline = (Instant::now() + REQUEST_TIMEOUT, REQUEST_TIMEOUT);
-            let header = self.receive_header(command, deadline, &mut Vec::new())?;
-            if header.is_reply() {
+            let begun = self.receive_header(command, deadline, &mut Vec::new())?;
+            if begun.header.is_reply() {
                 let problem = "a reply to no request".to_owned();
                 return self.checked(command, Err(problem));
             }
-            self.answer(header, command, deadline, memory)?;
+            self.answer(begun, command, deadline, memory)?;
             served = true;
         }
         Ok(served)
-    }
-
-    fn message(&mut self, command: Command) -> Message {
-        self.next_id = self.next_id.wrapping_add(1);
-        Message::command(command, self.next_id)
-    }
-
-    fn check_size(&self, command: Command, bytes: usize) -> Result<(), ClientError> {
-        let (value, limit) = (bytes as u64, self.limits.max_data_xfer_size);
-        match value <= limit {
-            true => Ok(()),
-            false => Err(ClientError::Limit {
-                command,
-                what: "data",
-                value,
-                limit,
-            }),
-        }
-    }
-
-    fn ask(
-        &mut self,
-        command: Command,
-        message: Message,
-        most: usize,
-        memory: &mut dyn Memory,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), ClientError> {
-        self.request(command, message, &[], most, REQUEST_TIMEOUT, memory)
-    }
-
-    /// Sends a request and waits for its reply, whose payload has `most` bytes or less.
-    fn request(
-        &mut self,
-        command: Command,
-        message: Message,
-        fds: &[BorrowedFd<'_>],
-        most: usize,
-        limit: Duration,
-        memory: &mut dyn Memory,
-    ) -> Result<(Vec<u8>, Vec<OwnedFd>), ClientError> {
-        if self.ended {
-            return Err(ClientError::Ended);
-        }
-        if fds.len() as u64 > self.limits.max_msg_fds.max(1) {
-            return Err(ClientError::Limit {
-                command,
-                what: "a number of descriptors",
-                value: fds.len() as u64,
-                limit: self.limits.max_msg_fds,
-            });
-        }
-        let id = self.next_id;
-        let deadline = (Instant::now() + limit, limit);
-        let sent = socket::send(&self.socket, &message.finish(), fds, deadline.0);
-        sent.map_err(|error| self.broken(command, error, limit))?;
-        loop {
-            let mut fds = Vec::new();
-            let header = self.receive_header(command, deadline, &mut fds)?;
-            if !header.is_reply() {
-                self.answer(header, command, deadline, memory)?;
-                continue;
-            }
-            let bytes = header.size as usize - HEADER;
-            let expected = (id, command as u16);
-            if (header.id, header.command) != expected || bytes > most {
-                let (id, of) = (header.id, header.command);
-                let problem = format!(
-                    "a reply with id {id} to command {of} of {bytes} bytes, where one with id {} and at most {most} is due",
-                    expected.0
-                );
-                return self.checked(command, Err(problem));
-            }
-            let mut payload = vec![0; bytes];
-            self.receive(command, &mut payload, &mut fds, deadline)?;
-            return match header.errno() {
-                None => Ok((payload, fds)),
-                Some(errno) => Err(ClientError::Refused { command, errno }),
-            };
-        }
-    }
-
-    fn receive_header(
-        &mut self,
-        command: Command,
-        deadline: (Instant, Duration),
-        fds: &mut Vec<OwnedFd>,
-    ) -> Result<Header, ClientError> {
-        let mut bytes = [0; HEADER];
-        self.receive(command, &mut bytes, fds, deadline)?;
-        let header = Header::decode(&bytes);
-        // Data, the fields before it, and the header.
-        if !(HEADER..=HEADER + 16 + MAX_DATA).contains(&(header.size as usize)) {
-            let problem = format!("a message of {} bytes", header.size);
-            return self.checked(command, Err(problem));
-        }
-        Ok(header)
-    }
-
-    /// Serves a command of the server's while `command` waits.
-    fn answer(
-        &mut self,
-        header: Header,
-        command: Command,
-        deadline: (Instant, Duration),
-        memory: &mut dyn Memory,
-    ) -> Result<(), ClientError> {
-        let mut payload = vec![0; header.size as usize - HEADER];
-        self.receive(command, &mut payload, &mut Vec::new(), deadline)?;
-        let refused = |errno: Errno| Message::reply(&header, Some(errno.raw_os_error() as u32));
-        let mut cursor = Cursor(&payload);
-        let fields = (cursor.u64(), cursor.u64());
-        let reply = match (header.command, fields) {
-            (number, (Some(address), Some(count)))
-                if number == Command::DmaRead as u16
-                    && cursor.0.is_empty()
-                    && count <= MAX_DATA as u64 =>
-            {
-                let mut data = vec![0; count as usize];
-                match memory.read(address, &mut data) {
-                    true => Message::reply(&header, None)
-                        .u64(address)
-                        .u64(count)
-                        .bytes(&data),
-                    false => refused(Errno::FAULT),
-                }
-            }
-            (number, (Some(address), Some(count)))
-                if number == Command::DmaWrite as u16 && count == cursor.0.len() as u64 =>
-            {
-                match memory.write(address, cursor.0) {
-                    true => Message::reply(&header, None).u64(address).u64(count),
-                    false => refused(Errno::FAULT),
-                }
-            }
-            (number, _)
-                if [Command::DmaRead as u16, Command::DmaWrite as u16].contains(&number) =>
-            {
-                refused(Errno::INVAL)
-            }
-            _ => refused(Errno::NOTSUP),
-        };
-        if !header.wants_reply() {
-            return Ok(());
-        }
-        let sent = socket::send(&self.socket, &reply.finish(), &[], deadline.0);
-        sent.map_err(|error| self.broken(command, error, deadline.1))
-    }
-
-    fn receive(
-        &mut self,
-        command: Command,
-        buf: &mut [u8],
-        fds: &mut Vec<OwnedFd>,
-        (deadline, limit): (Instant, Duration),
-    ) -> Result<(), ClientError> {
-        let received = socket::receive(&self.socket, buf, fds, deadline);
-        received.map_err(|error| self.broken(command, error, limit))
-    }
-
-    /// What a reply says, or the end of the connection.
-    fn checked<T>(
-        &mut self,
-        command: Command,
-        decoded: Result<T, String>,
-    ) -> Result<T, ClientError> {
-        decoded.map_err(|problem| {
-            self.end();
-            ClientError::Invalid { command, problem }
-        })
-    }
-
-    fn broken(&mut self, command: Command, error: SocketError, limit: Duration) -> ClientError {
-        self.end();
-        match error {
-            SocketError::Closed => ClientError::Ended,
-            SocketError::TimedOut => ClientError::TimedOut { command, limit },
-            SocketError::Other(source) => ClientError::Socket { command, source },
-        }
-    }
-
-    /// Ends the connection: what comes next is not the reply to a request.
-    fn end(&mut self) {
-        self.ended = true;
-        // Fails if the server has ended it.
-        let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }
 

@@ -14,7 +14,7 @@ use rustix::{
     net::{
         self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags,
         SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
-        SocketType, recvmsg, sendmsg, socket_with,
+        SocketType, recv, recvmsg, sendmsg, socket_with,
     },
 };
 
@@ -101,6 +101,23 @@ pub(crate) fn receive(
         }
     }
     Ok(())
+}
+
+/// Waits for bytes, and copies those that are there to `buf`, which stay in the socket. Returns how many.
+pub(crate) fn peek(
+    socket: &OwnedFd,
+    buf: &mut [u8],
+    deadline: Instant,
+) -> Result<usize, SocketError> {
+    loop {
+        match recv(socket, &mut *buf, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((0, _)) => return Err(SocketError::Closed),
+            Ok((bytes, _)) => return Ok(bytes),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => wait(socket, PollFlags::IN, deadline)?,
+            Err(errno) => return Err(errno.into()),
+        }
+    }
 }
 
 /// Whether there is something to receive, be it the connection's end.

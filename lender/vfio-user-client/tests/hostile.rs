@@ -268,3 +268,93 @@ fn a_server_reaches_memory_that_it_may_by_messages_and_no_other() {
     thread.join().unwrap();
     assert_eq!(page.0[..8], [5, 1, 1, 1, 8, 9, 1, 1]);
 }
+
+/// A connection on which a request is unanswered, and the client that goes on with it once `killed` has done what the process
+/// before did.
+fn adopt(
+    script: impl FnOnce(&mut Peer) + Send + 'static,
+    killed: impl FnOnce(&mut UnixStream),
+) -> Result<Client, ClientError> {
+    const READ: u16 = 9;
+    let (_dir, path, thread) = serve(|peer| {
+        peer.shake();
+        script(peer);
+    });
+    let (socket, limits) = Client::connect(&path).unwrap().into_socket();
+    let mut before = UnixStream::from(socket.try_clone().unwrap());
+    let mut request = [0; 32];
+    request[2..4].copy_from_slice(&READ.to_ne_bytes());
+    request[4..8].copy_from_slice(&32u32.to_ne_bytes());
+    before.write_all(&request).unwrap();
+    killed(&mut before);
+    drop(before);
+    let client = Client::adopt(socket, limits);
+    if client.is_err() {
+        thread.join().unwrap();
+    }
+    client
+}
+
+#[test]
+fn a_reply_to_a_process_that_was_killed_is_not_taken_for_another() {
+    let client = adopt(
+        |peer| {
+            let (id, command, _) = peer.receive();
+            peer.send((id, command), REPLY, &[7; 24]);
+            let (id, command, _) = peer.receive();
+            peer.send((id, command), REPLY, &u32s(&[16, 3, 9, 5]));
+            // From now on, it would be one to nothing.
+            let (id, command, _) = peer.receive();
+            peer.send((id ^ 1, command), REPLY, &[0; 20]);
+        },
+        |_| (),
+    );
+    let error = client
+        .unwrap()
+        .region_read(0, 0, &mut [0; 4], &mut NoMemory);
+    let error = error.unwrap_err();
+    assert!(matches!(error, ClientError::Invalid { .. }), "{error}");
+}
+
+#[test]
+fn a_reply_of_which_a_process_that_was_killed_had_a_part_ends_the_connection() {
+    let error = adopt(
+        |peer| {
+            let (id, command, _) = peer.receive();
+            peer.send((id, command), REPLY, &[0xff; 24]);
+            // The client's request, and the end of the connection.
+            peer.receive();
+            // Of which it leaves the rest.
+            assert_eq!(peer.0.read(&mut [0]).unwrap_or(0), 0);
+        },
+        |before| {
+            before.set_nonblocking(false).unwrap();
+            before.read_exact(&mut [0; 20]).unwrap();
+        },
+    );
+    let error = error.unwrap_err();
+    assert!(matches!(error, ClientError::Invalid { .. }), "{error}");
+}
+
+#[test]
+fn a_reply_that_comes_in_parts_is_taken() {
+    let (_dir, path, thread) = serve(|peer| {
+        peer.shake();
+        let (id, command, _) = peer.receive();
+        let mut reply = Vec::new();
+        for word in [id, command] {
+            reply.extend(word.to_ne_bytes());
+        }
+        reply.extend(u32s(&[36, REPLY, 0]));
+        reply.extend([5; 20]);
+        for part in reply.chunks(3) {
+            peer.0.write_all(part).unwrap();
+            std::thread::yield_now();
+        }
+    });
+    let mut client = Client::connect(&path).unwrap();
+    let mut data = [0; 4];
+    client.region_read(0, 0, &mut data, &mut NoMemory).unwrap();
+    assert_eq!(data, [5; 4]);
+    thread.join().unwrap();
+}
