@@ -71,7 +71,8 @@ pub(crate) fn open(
     }
     for device in &config.device {
         if let Source::VfioUser(server) = &device.source {
-            let lendable = open_server(&device.id, server, workers);
+            let lease = take(&mut adopted, &device.id);
+            let lendable = open_server(&device.id, server, workers, lease);
             devices.push(OpenedDevice {
                 id: device.id.clone(),
                 device: lendable.map_err(|source| StartError::Device {
@@ -168,11 +169,20 @@ pub(crate) fn open_server(
     id: &DeviceId,
     server: &VfioUserConfig,
     workers: Option<&Workers>,
+    adopted: Option<Adopted>,
 ) -> Result<Lendable, ServerError> {
-    let device = ServerDevice::open(&server.socket)?;
+    let known = adopted.as_ref().and_then(|it| it.server(&server.socket));
+    let adopted = match (adopted, &known, workers) {
+        (Some(lease), None, Some(workers)) => {
+            lease.end(&workers.keeper, None, ANOTHER_KIND);
+            None
+        }
+        (lease, ..) => lease,
+    };
+    let device = ServerDevice::open(&server.socket, known, workers.is_some())?;
     Ok(match workers {
         Some(workers) => {
-            let device = WorkerDevice::server(id, device, workers.clone());
+            let device = WorkerDevice::server(id, device, workers.clone(), adopted);
             Lendable::InWorker(Box::new(device))
         }
         None => Lendable::Here(Box::new(device)),

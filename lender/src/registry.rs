@@ -146,8 +146,8 @@ struct Slot {
     revoked: Revocation,
     /// The medium, if it can be told from others.
     medium: Option<ImageId>,
-    /// It is a function, which a worker serves.
-    is_function: bool,
+    /// It goes on as it runs when its worker is gone.
+    runs_on: bool,
     /// The connection of its last lease was cut, or its process has ended.
     kept: Option<Kept>,
 }
@@ -282,7 +282,7 @@ impl Registry {
             availability: Availability::Available,
             revoked: Revocation::NotLent,
             medium: None,
-            is_function: false,
+            runs_on: false,
             kept: None,
         };
         records.slots.insert(id.to_owned(), slot);

@@ -60,6 +60,11 @@ pub(crate) struct LeasePage {
 }
 
 impl LeasePage {
+    /// The page, of which the first word is taken.
+    pub(crate) fn page(&self) -> &HostSlice {
+        &self.page
+    }
+
     /// This process has served `count` register accesses.
     pub(crate) fn served(&self, count: u64) {
         let _ = self

@@ -11,8 +11,15 @@
 //! another's. Its answers are limited and have deadlines
 //! ([`farside_vfio_user_client`]); one that is late or invalid ends the connection, and the device is lost to its
 //! guest as by surprise removal.
+//!
+//! # When a worker is killed
+//!
+//! The lender has the connection, too, so the server does not notice. It goes on with DMA, interrupts and mapped BARs, and
+//! the next worker with the connection: it drops a reply that the former one did not take, and sets up again what has
+//! changed since ([`record`]).
 
 mod leased;
+mod record;
 mod server;
 
 use std::{
@@ -21,18 +28,20 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use farside_daemon::VmName;
+use farside_daemon::{DeviceId, VmName};
 use farside_error_chain::Chain;
 use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex};
-use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, Transport};
+use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, STATE_PAGE, Transport};
 use farside_vfio::{Region, config_size, describe};
 use farside_vfio_user_client::{Client, ClientError, Limits};
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    chains,
     refusals::{failed, internal, invalid, unsupported},
     source::{Available, BorrowerMemory, DeviceSource, Leased, NotLeased, Report},
+    state_file::{LeasePage, StateFile},
 };
 use leased::LeasedServer;
 use server::Server;
@@ -58,16 +67,38 @@ pub(crate) struct ServerDevice {
 }
 
 /// A server that a worker is connected to.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct ServerConfig {
     path: PathBuf,
     limits: Limits,
     described: Described,
 }
 
+impl ServerConfig {
+    /// Where the server is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
 impl ServerDevice {
-    /// Connects to the server at `path`, and reads what its device is.
-    pub(crate) fn open(path: &Path) -> Result<Self, ServerError> {
+    /// Connects to the server at `path`, and reads what its device is, unless a worker is connected to it, which is `known`. Its
+    /// leases may `go_on` in another process.
+    pub(crate) fn open(
+        path: &Path,
+        known: Option<ServerConfig>,
+        go_on: bool,
+    ) -> Result<Self, ServerError> {
+        if let Some(ServerConfig {
+            path, described, ..
+        }) = known
+        {
+            return Ok(Self {
+                path,
+                described,
+                first: Mutex::default(),
+            });
+        }
         let failed = |source| ServerError::Client {
             path: path.to_owned(),
             source,
@@ -75,10 +106,13 @@ impl ServerDevice {
         let mut client = Client::connect(path).map_err(failed)?;
         let device = Device::read(&mut client).map_err(failed)?;
         let described = device.describe(path);
-        let described = described.map_err(|problem| ServerError::Unsupported {
+        let mut described = described.map_err(|problem| ServerError::Unsupported {
             path: path.to_owned(),
             problem,
         })?;
+        if go_on {
+            described.state = STATE_PAGE;
+        }
         Ok(Self {
             path: path.to_owned(),
             described,
@@ -230,12 +264,13 @@ impl DeviceSource for ServerDevice {
         let opened = local(transport)
             .and_then(|()| no_bar_memory(&memory.bars))
             .and_then(|()| Server::open(self.connect()?, &self.path, &self.described));
-        LeasedServer::lease(self, vm, opened)
+        LeasedServer::lease(self, vm, opened, None)
     }
 }
 
 /// The device of a server, in the worker process that serves its lease.
 pub(crate) struct WorkerServer {
+    id: DeviceId,
     described: Described,
     opened: Option<(Arc<Server>, Files)>,
 }
@@ -244,19 +279,44 @@ pub(crate) struct WorkerServer {
 type Files = [Option<(OwnedFd, u64)>; 6];
 
 impl WorkerServer {
-    /// Resets the device, and takes the files of its BARs.
-    pub(crate) fn open(config: ServerConfig, socket: OwnedFd) -> Result<Self, RemoteError> {
+    /// Resets the device, and takes the files of its BARs. With `adopts`, goes on with a device as a worker before has left
+    /// it.
+    pub(crate) fn open(
+        (id, vm): (&DeviceId, &VmName),
+        config: ServerConfig,
+        socket: OwnedFd,
+        adopts: bool,
+    ) -> Result<Self, RemoteError> {
         let ServerConfig {
             path,
             limits,
             described,
         } = config;
-        let client = Client::resume(socket, limits);
-        let opened = Server::open(client, &path, &described)?;
+        let opened = match adopts {
+            true => Server::adopt(socket, limits, &path)
+                .map_err(|error| chains::ended(id, vm, &error.message))?,
+            false => Server::open(Client::resume(socket, limits), &path, &described)?,
+        };
         Ok(Self {
+            id: id.clone(),
             described,
             opened: Some(opened),
         })
+    }
+
+    /// The page of a lease that goes on.
+    fn keep(&self, vm: &VmName, state: StateFile) -> Result<LeasePage, RemoteError> {
+        let goes_on = state.goes_on;
+        let (page, _) = state.map(&self.id, self.described.state)?;
+        let server = self.opened.as_ref().map(|(server, _)| server);
+        match server.is_none_or(|server| server.record_in(page.page(), goes_on)) {
+            true => Ok(page),
+            false => Err(chains::ended(
+                &self.id,
+                vm,
+                "its server does DMA by messages, or has too many mappings",
+            )),
+        }
     }
 }
 
@@ -289,13 +349,20 @@ impl DeviceSource for WorkerServer {
         vm: &VmName,
         memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
-        let opened = local(transport)
+        let page = local(transport)
             .and_then(|()| no_bar_memory(&memory.bars))
-            .and_then(|()| {
-                let opened = self.opened.take();
-                opened.ok_or_else(|| failed("this process has served its lease"))
-            });
-        LeasedServer::lease(self, vm, opened)
+            .and_then(|()| memory.state.map(|it| self.keep(vm, it)).transpose());
+        let (page, opened) = match page {
+            Ok(page) => (page, self.opened.take()),
+            Err(error) => {
+                return Err(NotLeased {
+                    source: self,
+                    error,
+                });
+            }
+        };
+        let opened = opened.ok_or_else(|| failed("this process has served its lease"));
+        LeasedServer::lease(self, vm, opened, page)
     }
 }
 

@@ -203,6 +203,17 @@ impl Daemon {
         children
     }
 
+    /// The workers of a lender.
+    pub fn workers(&self) -> Vec<Pid> {
+        let is_worker = |pid: &Pid| {
+            let path = format!("/proc/{}/cmdline", pid.as_raw_nonzero());
+            fs::read_to_string(path).is_ok_and(|arguments| arguments.contains("lease-worker"))
+        };
+        let mut children = self.children();
+        children.retain(is_worker);
+        children
+    }
+
     /// The spare keeper.
     pub fn spare(&self) -> Option<Pid> {
         self.all_children().into_iter().find(|pid| is_spare(*pid))

@@ -3,7 +3,10 @@
 //! The inner cluster has the device and serves it; the lender of the outer one lends its socket, and the outer backend
 //! serves it to a VM. They share the socket's path, as a server and the lender beside it do.
 
-use std::{path::Path, time::Duration};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use farside_scripted_vmm::{
     device::Device,
@@ -14,6 +17,7 @@ use farside_scripted_vmm::{
     vectors::Vectors,
 };
 use farside_tests::{BorrowState, Cluster, Daemon, MIB};
+use rustix::process::{Signal, kill_process};
 
 /// A part of the name of the VM's memory file.
 const RAM_NAME: &str = "memfd:guest-ram";
@@ -29,8 +33,8 @@ struct Stage {
     outer: Cluster,
     _lender: Daemon,
     server: Daemon,
-    _outer_lender: Daemon,
-    _backend: Daemon,
+    outer_lender: Daemon,
+    backend: Daemon,
 }
 
 impl Stage {
@@ -48,8 +52,8 @@ impl Stage {
             outer,
             _lender: lender,
             server,
-            _outer_lender: outer_lender,
-            _backend: backend,
+            outer_lender,
+            backend,
         }
     }
 }
@@ -188,9 +192,9 @@ fn a_server_that_is_killed_is_surprise_removal() {
     let mut vm = Vm::start(connect(&socket));
     stage.server.kill().unwrap();
     // CSTS, of a device that is not there.
-    let deadline = std::time::Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + TIMEOUT;
     while vm.machine.device.load(0, 0x1c).unwrap() != u32::MAX {
-        assert!(std::time::Instant::now() < deadline);
+        assert!(Instant::now() < deadline);
     }
     stage.outer.wait_free("disk1").unwrap();
     // Another server at the same place is borrowed at the VM's next reset.
@@ -201,6 +205,45 @@ fn a_server_that_is_killed_is_surprise_removal() {
         .wait_state("a", "disk1", BorrowState::Unleased)
         .unwrap();
     Vm::start(connect(&socket));
+}
+
+#[test]
+fn a_server_lets_the_memory_go_when_worker_and_backend_are_killed() {
+    let mut stage = Stage::new();
+    let socket = stage.outer.directory().join("vm/a/disk1.sock");
+    let vm = Vm::start(connect(&socket));
+    assert_eq!(stage.memory_of_server(), (1, 64 * MIB));
+    let [worker] = stage.outer_lender.workers()[..] else {
+        panic!("not one worker");
+    };
+    kill_process(worker, Signal::KILL).unwrap();
+    stage.backend.kill().unwrap();
+    stage.outer.wait_free("disk1").unwrap();
+    // Another farside closes its connection first.
+    let deadline = Instant::now() + TIMEOUT;
+    while stage.memory_of_server() != (0, 0) {
+        assert!(Instant::now() < deadline);
+    }
+    drop(vm);
+    stage.backend = stage.outer.serve("a", &["disk1"]).start().unwrap();
+    Vm::start(connect(&socket));
+}
+
+#[test]
+fn a_server_that_is_killed_with_its_worker_is_surprise_removal() {
+    let mut stage = Stage::new();
+    let socket = stage.outer.directory().join("vm/a/disk1.sock");
+    let mut vm = Vm::start(connect(&socket));
+    let [worker] = stage.outer_lender.workers()[..] else {
+        panic!("not one worker");
+    };
+    stage.server.kill().unwrap();
+    kill_process(worker, Signal::KILL).unwrap();
+    let deadline = Instant::now() + TIMEOUT;
+    while vm.machine.device.load(0, 0x1c).unwrap() != u32::MAX {
+        assert!(Instant::now() < deadline);
+    }
+    stage.outer.wait_free("disk1").unwrap();
 }
 
 #[test]

@@ -18,7 +18,6 @@ use farside_error_chain::Chain;
 use farside_lender_protocol::{
     Channel, ChannelError, ErrorKind, Generation, RemoteError, Reply, Revocation,
 };
-use farside_vfio::SecondHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
@@ -29,8 +28,8 @@ use crate::{
     registry::{DeviceRequest, GrantedChain, Lease, MAX_REQUESTS, Release},
     source::{Available, Report},
     worker::{
-        Adopted, Answer, Borrower, CallReply, LogReader, Numbered, OpenWindow, Order, Record,
-        Worker, WorkerDevice, printable_error,
+        Adopted, Answer, Borrower, CallReply, Handle, KeptHandle, LogReader, Numbered, OpenWindow,
+        Order, Record, Worker, WorkerDevice, printable_error,
     },
 };
 
@@ -96,7 +95,7 @@ impl WorkerDevice {
         let mut lease = WorkerLease::new(owner, self, worker, Some(borrower), (vm, generation));
         lease.chain = chain;
         lease.record = record;
-        lease.function = lease.device.take_kept().map(|kept| kept.handle);
+        lease.running = lease.device.take_kept().map(|kept| kept.handle);
         lease.owner.kept = None;
         lease.run()
     }
@@ -125,7 +124,7 @@ impl WorkerDevice {
         lease.chain = chain.map(|(secret, goes_on)| GrantedChain { secret, goes_on });
         lease.begun = true;
         lease.requester = requester;
-        lease.function = handle.map(|(parts, fds)| SecondHandle::new(parts, fds));
+        lease.running = handle.map(KeptHandle::into_handle);
         lease.orders = record.lease.first_order;
         lease.windows.clone_from(&record.lease.windows);
         lease.record = Some(record);
@@ -146,8 +145,8 @@ struct WorkerLease<'a> {
     device: &'a mut WorkerDevice,
     worker: Worker,
     log: LogReader,
-    /// The function that the worker has opened.
-    function: Option<SecondHandle>,
+    /// Its device, if that runs on without it.
+    running: Option<Handle>,
     /// Whether the borrower has an answer.
     begun: bool,
     leased: bool,
@@ -204,7 +203,7 @@ impl<'a> WorkerLease<'a> {
             device,
             log: LogReader::new(prefix),
             worker,
-            function: None,
+            running: None,
             begun: matches!(borrower, Some(Borrower::Lent(_))),
             leased: true,
             connection: borrower,
@@ -501,7 +500,7 @@ impl<'a> WorkerLease<'a> {
         }
         let Some(goes_on) = self.leave_or_take_down() else {
             // As in `take_back`.
-            std::mem::forget((self.function, self.connection));
+            std::mem::forget((self.running, self.connection));
             return false;
         };
         if let Some(problem) = self.held_problem.take() {

@@ -38,13 +38,13 @@ pub(crate) struct Going {
 
 impl Slot {
     /// By which medium a lease that goes on by `transport` is told from one of another device of the same id, if it can go
-    /// on at all. A function has none: its process is told from others by what it has open. A model without one
+    /// on at all. One that runs on has none: its process is told from others by what it has open. A model without one
     /// has no state that would outlive its process.
     fn goes_on(&self, transport: Transport) -> Option<ImageId> {
         match (self.medium, transport) {
             (Some(ImageId::None), Transport::Network) => self.medium,
             (Some(ImageId::None), _) => None,
-            (None, Transport::SharedMemory) if self.is_function => Some(ImageId::None),
+            (None, Transport::SharedMemory) if self.runs_on => Some(ImageId::None),
             (medium, _) => medium,
         }
     }
@@ -64,7 +64,7 @@ impl Slot {
 }
 
 impl Records {
-    /// Ends the chain of a device without a lease. Returns whether it was kept, and of a function what is closed when it
+    /// Ends the chain of a device without a lease. Returns whether it was kept, and of one that runs on what is closed when it
     /// does no DMA: it may do that for longer than it is kept.
     pub(super) fn end_kept(
         &mut self,
@@ -75,7 +75,7 @@ impl Records {
         if slot.lease.is_some() {
             return Ok((false, None));
         }
-        let quiet = match slot.is_function {
+        let quiet = match slot.runs_on {
             true => {
                 let (let_go, quiet) = mpsc::sync_channel(1);
                 slot.queue.post(DeviceRequest::LetGo(let_go))?;
@@ -136,10 +136,10 @@ impl Registry {
         }
     }
 
-    /// Leases of a function go on within the host: its workers leave it as it is.
-    pub(crate) fn set_function(&self, id: &DeviceId) {
+    /// Leases of the device go on within the host: its workers leave it as it is.
+    pub(crate) fn set_runs_on(&self, id: &DeviceId) {
         if let Some(slot) = self.lock().slots.get_mut(id) {
-            slot.is_function = true;
+            slot.runs_on = true;
         }
     }
 

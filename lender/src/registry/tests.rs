@@ -81,7 +81,7 @@ fn a_function_goes_on_within_the_host_alone() {
     let id: DeviceId = "nic0".parse().unwrap();
     let _requests = add(&registry, &id);
     assert!(!registry.can_go_on(&id, Transport::SharedMemory));
-    registry.set_function(&id);
+    registry.set_runs_on(&id);
     assert!(registry.can_go_on(&id, Transport::SharedMemory));
     for transport in [Transport::Network, Transport::Ntb] {
         assert!(!registry.can_go_on(&id, transport), "{transport:?}");
@@ -94,7 +94,7 @@ fn a_revocation_of_a_kept_function_waits_until_it_is_let_go() {
     let registry = Registry::new(FenceBook::load(None).unwrap());
     let id: DeviceId = "nic0".parse().unwrap();
     let requests = add(&registry, &id);
-    registry.set_function(&id);
+    registry.set_runs_on(&id);
     let a: VmName = "a".parse().unwrap();
     let going = Going {
         keep: Duration::from_secs(60),

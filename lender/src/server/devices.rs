@@ -131,8 +131,8 @@ impl Devices {
             let (vm, generation) = (&adopted.lease.vm, adopted.lease.generation);
             self.registry.adopt(&id, vm, generation, adopted.began());
         }
-        if matches!(&device, Lendable::InWorker(device) if device.is_function()) {
-            self.registry.set_function(&id);
+        if matches!(&device, Lendable::InWorker(device) if device.runs_on()) {
+            self.registry.set_runs_on(&id);
         }
         match device.medium() {
             Some(Ok(medium)) => self.registry.set_medium(&id, medium),
@@ -179,7 +179,7 @@ impl Devices {
         let workers = self.workers.as_ref();
         let device = match &source {
             Source::Model(model) => open_model(&id, model, &self.adapter, workers, None),
-            Source::VfioUser(server) => open_server(&id, server, workers).map_err(Into::into),
+            Source::VfioUser(server) => open_server(&id, server, workers, None).map_err(Into::into),
             Source::Vfio(_) => {
                 return Err(invalid(format!(
                     "device {id}: functions of this host cannot be added to a running lender; add it to lender.toml and restart the lender"

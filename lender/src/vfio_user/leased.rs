@@ -22,6 +22,7 @@ use super::{Files, Server};
 use crate::{
     refusals::{internal, refused},
     source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
+    state_file::LeasePage,
     vfio::{ForwardedRegisters, FunctionIrqs},
 };
 
@@ -33,6 +34,8 @@ pub(super) struct LeasedServer {
     /// Readable when the server or a relayed interrupt is there.
     wake: OwnedFd,
     server: Arc<Server>,
+    /// The lease goes on if this process ends.
+    lease_page: Option<LeasePage>,
     owner: Box<dyn DeviceSource>,
 }
 
@@ -42,6 +45,7 @@ impl LeasedServer {
         owner: Box<dyn DeviceSource>,
         vm: &VmName,
         opened: Result<(Arc<Server>, Files), RemoteError>,
+        lease_page: Option<LeasePage>,
     ) -> Result<Leased, NotLeased> {
         let description = owner.described().description.clone();
         let begun = opened.and_then(|(server, files)| {
@@ -82,6 +86,7 @@ impl LeasedServer {
             registers,
             wake,
             server,
+            lease_page,
             owner,
         };
         Ok(Leased {
@@ -128,6 +133,10 @@ impl Mapper for ServerMapper {
     }
 
     fn set_bus_master(&mut self, enabled: bool) -> Result<(), FabricError> {
+        match self.server.settle() {
+            Err(_) if !enabled && self.server.has_ended() => {}
+            settled => settled?,
+        }
         let (set, clear) = match enabled {
             true => (COMMAND_MASTER, 0),
             false => (0, COMMAND_MASTER),
@@ -167,6 +176,16 @@ impl LeasedDevice for LeasedServer {
 
     fn config_write(&mut self, piece: Piece, value: u32) -> bool {
         self.registers.write(piece, value)
+    }
+
+    fn accessed(&mut self, count: u64) {
+        if let Some(page) = &self.lease_page {
+            page.served(count);
+        }
+    }
+
+    fn is_left_running(&self) -> bool {
+        self.lease_page.is_some() && !self.is_gone()
     }
 
     fn irqs(&mut self) -> &mut dyn Irqs {

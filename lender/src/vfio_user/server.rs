@@ -10,14 +10,17 @@ use std::{
 
 use farside_error_chain::Chain;
 use farside_fabric::{FabricError, Iova, memory::HostSlice};
-use farside_irq_relay::{IrqCounts, SetIrqs};
+use farside_irq_relay::{Action, IrqCounts, IrqData, IrqIndex, IrqRange, SetIrqs};
 use farside_lender_protocol::{Described, RemoteError};
 use farside_pci::regs::{COMMAND, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY};
-use farside_vfio_user_client::{CONFIG_REGION, Client, ClientError, Memory};
+use farside_vfio_user_client::{CONFIG_REGION, Client, ClientError, Limits, Memory};
 
-use super::{Device, Files, lost};
+use super::{
+    Device, Files, lost,
+    record::{Inherited, Record, State},
+};
 use crate::{
-    refusals::failed,
+    refusals::{failed, internal},
     vfio::{ConfigAccess, Raises},
 };
 
@@ -33,13 +36,26 @@ pub(super) struct Server {
 struct Connection {
     client: Client,
     mapped: Mapped,
+    /// What a process before this one has left, until it is settled.
+    inherited: Option<Left>,
     /// The end of the connection was logged.
     logged: bool,
 }
 
+/// What a process that was killed has set up at the server, and this one has not.
+struct Left {
+    mappings: Inherited,
+    /// Types of interrupts that may be enabled.
+    irqs: Vec<IrqIndex>,
+}
+
 /// The memory that the device may access, by its IOVA.
 #[derive(Default)]
-pub(super) struct Mapped(BTreeMap<u64, (HostSlice, bool)>);
+pub(super) struct Mapped {
+    rows: BTreeMap<u64, (HostSlice, bool)>,
+    /// For a process that goes on with the connection.
+    record: Option<Record>,
+}
 
 impl Mapped {
     /// Calls `copy` with the slices behind `len` bytes at `address`, which must all be there.
@@ -52,7 +68,7 @@ impl Mapped {
     ) -> bool {
         let mut done = 0;
         while done < len {
-            let row = self.0.range(..=address).next_back();
+            let row = self.rows.range(..=address).next_back();
             let slice = row.and_then(|(start, (slice, writable))| {
                 let skip = usize::try_from(address - start).ok()?;
                 let left = slice.len().checked_sub(skip).filter(|left| *left > 0)?;
@@ -71,14 +87,33 @@ impl Mapped {
     }
 }
 
+impl Mapped {
+    /// A server whose request has no reply when this process is killed waits for that, and serves nothing else.
+    fn is_asked_by_message(&self) {
+        if let Some(record) = &self.record {
+            record.give_up();
+        }
+    }
+
+    fn note(&mut self, range: (u64, u64), state: Option<State>) {
+        match (&mut self.record, state) {
+            (Some(record), Some(state)) => record.set(range, state),
+            (Some(record), None) => record.clear(range),
+            (None, _) => {}
+        }
+    }
+}
+
 impl Memory for Mapped {
     fn read(&mut self, address: u64, data: &mut [u8]) -> bool {
+        self.is_asked_by_message();
         self.each(address, data.len(), false, |slice, at| {
             slice.read(&mut data[at]);
         })
     }
 
     fn write(&mut self, address: u64, data: &[u8]) -> bool {
+        self.is_asked_by_message();
         // All or nothing.
         self.each(address, data.len(), true, |_, _| ())
             && self.each(address, data.len(), true, |slice, at| {
@@ -109,19 +144,58 @@ impl Server {
         if now.description != described.description {
             return Err(named(&"its device has changed; restart the lender"));
         }
-        let socket = client.as_fd().try_clone_to_owned();
+        let opened = Self::with_device(client, path, device).map_err(|error| named(&error))?;
+        opened.0.decode()?;
+        Ok(opened)
+    }
+
+    /// Goes on with the connection of a process that was killed, and with the device as it runs.
+    pub(super) fn adopt(
+        socket: OwnedFd,
+        limits: Limits,
+        path: &Path,
+    ) -> Result<(Arc<Self>, Files), RemoteError> {
+        let mut client = Client::adopt(socket, limits).map_err(|error| lost(&error))?;
+        let device = Device::read(&mut client).map_err(|error| lost(&error))?;
+        Self::with_device(client, path, device).map_err(internal)
+    }
+
+    fn with_device(
+        client: Client,
+        path: &Path,
+        device: Device,
+    ) -> std::io::Result<(Arc<Self>, Files)> {
         let server = Self {
             path: path.to_owned(),
             counts: device.counts,
-            socket: socket.map_err(|error| named(&error))?,
+            socket: client.as_fd().try_clone_to_owned()?,
             connection: Mutex::new(Connection {
                 client,
                 mapped: Mapped::default(),
+                inherited: None,
                 logged: false,
             }),
         };
-        server.decode()?;
         Ok((Arc::new(server), device.files))
+    }
+
+    /// Records what is mapped in `page`, for a process that goes on. With `goes_on` this is one; false: it cannot.
+    pub(super) fn record_in(&self, page: &HostSlice, goes_on: bool) -> bool {
+        let mut connection = self.lock();
+        if !goes_on {
+            connection.mapped.record = Some(Record::start(page.clone()));
+            return true;
+        }
+        let Some((record, mappings)) = Record::resume(page.clone()) else {
+            return false;
+        };
+        connection.mapped.record = Some(record);
+        let irqs = [IrqIndex::Intx, IrqIndex::Msi, IrqIndex::Msix].into_iter();
+        connection.inherited = Some(Left {
+            mappings,
+            irqs: irqs.filter(|it| self.counts.count(*it) != 0).collect(),
+        });
+        true
     }
 
     /// Where it is.
@@ -179,20 +253,109 @@ impl Server {
     ) -> Result<(), FabricError> {
         let offset = memory.memory().file_offset() + memory.offset() as u64;
         let size = memory.len() as u64;
-        let mapped =
-            self.with(|client, _| client.dma_map(at.get(), size, (file, offset), writable));
-        mapped.map_err(|error| FabricError::Other(error.into()))?;
-        let row = (memory.clone(), writable);
-        self.lock().mapped.0.insert(at.get(), row);
+        let range = (at.get(), size);
+        let left = self.take_left(range)?;
+        if left != Some(State::Mapped) {
+            self.lock().mapped.note(range, Some(State::Asked));
+            let mapped =
+                self.with(|client, _| client.dma_map(at.get(), size, (file, offset), writable));
+            match mapped {
+                // The former process was not told that it is mapped.
+                Err(ClientError::Refused { .. }) if left.is_some() => {}
+                Err(error) => {
+                    if !error.is_fatal() {
+                        self.lock().mapped.note(range, None);
+                    }
+                    return Err(FabricError::Other(error.into()));
+                }
+                Ok(()) => {}
+            }
+        }
+        let mapped = &mut self.lock().mapped;
+        mapped.note(range, Some(State::Mapped));
+        mapped.rows.insert(at.get(), (memory.clone(), writable));
+        Ok(())
+    }
+
+    /// Whether a process before this one has mapped `range`, if so: what overlaps it otherwise is unmapped.
+    fn take_left(&self, (start, len): (u64, u64)) -> Result<Option<State>, FabricError> {
+        let mut overlap = Vec::new();
+        {
+            let Some(left) = &mut self.lock().inherited else {
+                return Ok(None);
+            };
+            match left.mappings.get(&start) {
+                Some((had, state)) if *had == len => {
+                    let state = *state;
+                    left.mappings.remove(&start);
+                    return Ok(Some(state));
+                }
+                _ => {}
+            }
+            let before = |end: u64| left.mappings.range(..end);
+            for (&other, &(other_len, _)) in before(start.saturating_add(len)) {
+                if other.saturating_add(other_len) > start {
+                    overlap.push((other, other_len));
+                }
+            }
+            left.mappings
+                .retain(|other, (other_len, _)| !overlap.contains(&(*other, *other_len)));
+        }
+        overlap
+            .into_iter()
+            .try_for_each(|range| self.drop_left(range))?;
+        Ok(None)
+    }
+
+    /// Unmaps what a process before this one may have mapped.
+    fn drop_left(&self, range: (u64, u64)) -> Result<(), FabricError> {
+        match self.with(|client, _| client.dma_unmap(range.0, range.1)) {
+            // It is not mapped.
+            Ok(()) | Err(ClientError::Refused { .. }) => {
+                self.lock().mapped.note(range, None);
+                Ok(())
+            }
+            Err(error) => Err(FabricError::Other(error.into())),
+        }
+    }
+
+    /// Once what the former process had set up and is still wanted is set up again, takes down what else there is of that
+    /// one, mappings and interrupts.
+    pub(super) fn settle(&self) -> Result<(), FabricError> {
+        let Some(Left { mappings, irqs }) = self.lock().inherited.take() else {
+            return Ok(());
+        };
+        for (start, (len, _)) in mappings {
+            self.drop_left((start, len))?;
+        }
+        for index in irqs {
+            let range = IrqRange::new(&self.counts, index as u32, 0, 0);
+            let none = range
+                .and_then(|range| SetIrqs::new(range, Action::Trigger, IrqData::None))
+                .map_err(|error| FabricError::Other(error.into()))?;
+            match self.with(|client, _| client.set_irqs(&none)) {
+                // They are not enabled.
+                Ok(()) | Err(ClientError::Refused { .. }) => {}
+                Err(error) => return Err(FabricError::Other(error.into())),
+            }
+        }
         Ok(())
     }
 
     /// Ends that. A server that does not answer has lost its connection, and nothing else can be done.
     pub(super) fn unmap(&self, at: Iova, len: u64) -> Result<(), FabricError> {
-        self.lock().mapped.0.remove(&at.get());
-        match self.with(|client, _| client.dma_unmap(at.get(), len)) {
+        let range = (at.get(), len);
+        {
+            let mapped = &mut self.lock().mapped;
+            mapped.rows.remove(&range.0);
+            mapped.note(range, Some(State::Asked));
+        }
+        match self.with(|client, _| client.dma_unmap(range.0, range.1)) {
             Err(error) if !error.is_fatal() => Err(FabricError::Other(error.into())),
-            _ => Ok(()),
+            _ => {
+                self.lock().mapped.note(range, None);
+                Ok(())
+            }
         }
     }
 
@@ -222,6 +385,7 @@ impl Server {
             client,
             mapped,
             logged,
+            ..
         } = &mut *connection;
         let result = call(client, mapped);
         if client.has_ended() && !std::mem::replace(logged, true) {
@@ -249,6 +413,11 @@ impl Raises for Server {
     }
 
     fn set_irqs(&self, request: &SetIrqs) -> Result<(), RemoteError> {
+        if let Some(left) = &mut self.lock().inherited
+            && request.action() == Action::Trigger
+        {
+            left.irqs.retain(|index| *index != request.range().index());
+        }
         self.with(|client, _| client.set_irqs(request))
             .map_err(|error| lost(&error))
     }
@@ -269,3 +438,6 @@ impl ConfigAccess for Server {
             .map_err(|error| lost(&error))
     }
 }
+
+#[cfg(test)]
+mod tests;

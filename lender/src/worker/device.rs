@@ -1,49 +1,31 @@
 //! The broker's part of a device that workers serve.
 
-use std::{
-    fs::File,
-    io,
-    os::fd::{AsFd, OwnedFd},
-    process::Stdio,
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+mod start;
 
-use farside_daemon::{DeviceId, VmName, cgroup};
+use std::{fs::File, io, sync::Arc};
+
+use farside_daemon::{DeviceId, VmName};
 use farside_devices::{
     Device,
     block::{Image, ImageId},
-    dma_test, nvme, remote, state, virtio,
+    dma_test, state,
 };
 use farside_fabric::soft::{Adapter, AdapterTables};
-use farside_lender_protocol::{
-    BarOwner, Channel, Described, DeviceEntry, Generation, MediumLease, RamRange, RemoteError,
-    Reply, STATE_PAGE, Secret, Transport,
-};
-use farside_medium::Secrets;
-use farside_vfio::SecondHandle;
-use rustix::fd::BorrowedFd;
+use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, STATE_PAGE, Transport};
 
 use super::{
-    borrower::Borrower,
     child::{Worker, Workers},
-    kept::{Adopted, KeptDevice, KeptLease, Record, descriptors},
-    kept_function::KeptFunction,
-    messages::{Model, Order, Served, ServedMedium, Start},
-    start_error::StartError,
+    handle::Handle,
+    kept::{Adopted, Record},
+    kept_running::Running,
 };
 use crate::{
     config,
-    keeper::LEASES,
     model::{check_model, not_flushed},
-    registry::{GrantedChain, Lease},
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
     vfio_user::ServerDevice,
 };
-
-/// Timeout for handing the lease to a new worker, whose queue is empty.
-const START_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A device whose leases are served by workers.
 pub(crate) struct WorkerDevice {
@@ -52,7 +34,7 @@ pub(crate) struct WorkerDevice {
     /// Its lease of the former broker.
     adopted: Option<Adopted>,
     // Closed before the function is unbound.
-    pub(super) kept: Option<KeptFunction>,
+    pub(super) kept: Option<Running>,
     pub(super) device: Kind,
     /// Of the leases before the current one.
     pub(super) last: Report,
@@ -130,9 +112,14 @@ impl WorkerDevice {
         Self::new(id, Kind::Function(function), workers, adopted)
     }
 
-    /// The device of a vfio-user server.
-    pub(crate) fn server(id: &DeviceId, server: ServerDevice, workers: Workers) -> Self {
-        Self::new(id, Kind::Server(Box::new(server)), workers, None)
+    /// The device of a vfio-user server, with its lease of the former broker.
+    pub(crate) fn server(
+        id: &DeviceId,
+        server: ServerDevice,
+        workers: Workers,
+        adopted: Option<Adopted>,
+    ) -> Self {
+        Self::new(id, Kind::Server(Box::new(server)), workers, adopted)
     }
 
     fn new(id: &DeviceId, device: Kind, workers: Workers, adopted: Option<Adopted>) -> Self {
@@ -192,9 +179,9 @@ impl WorkerDevice {
         }
     }
 
-    /// Whether it is a function of this host.
-    pub(crate) fn is_function(&self) -> bool {
-        matches!(self.device, Kind::Function(_))
+    /// Whether it goes on as it runs when its worker is gone.
+    pub(crate) fn runs_on(&self) -> bool {
+        !matches!(self.device, Kind::Model(_))
     }
 
     /// A worker has opened a function for `vm`. Returns false if this is none.
@@ -219,277 +206,19 @@ impl WorkerDevice {
         }
     }
 
-    /// Starts a worker and hands the lease to it. On error the borrower gets its connection back, unless
-    /// it was told of the lease.
-    pub(crate) fn start(
-        &mut self,
-        entry: DeviceEntry,
-        poll_us: u64,
-        mut lease: Lease,
-    ) -> Result<Started, (Option<Channel>, StartError)> {
-        let mut worker = match self.spawn(&lease.vm) {
-            Ok(worker) => worker,
-            Err(error) => return Err((Some(lease.connection), error)),
-        };
-        let kept = lease
-            .chain
-            .filter(|_| lease.transport != Transport::Network);
-        let served = match lease.chain.filter(|_| kept.is_none()) {
-            Some(chain) => {
-                let replied = self.reply(&mut lease, chain.secret);
-                if let Err(error) = replied {
-                    return Err((Some(lease.connection), error));
-                }
-                let data = lease.connection.into_link(START_TIMEOUT);
-                let (socket, secrets) = match data {
-                    Ok(data) => data,
-                    Err(error) => return Err((None, StartError::Reply(error))),
-                };
-                let medium = self.served_medium(secrets);
-                (Borrower::Lent(socket), medium.map(|it| (it, Vec::new())))
-            }
-            None => (Borrower::Asking(lease.connection), self.served()),
-        };
-        let (borrower, served, open) = match served {
-            (borrower, Ok((served, open))) => (borrower, served, open),
-            (borrower, Err(error)) => return Err((borrower.channel(), error)),
-        };
-        // Leases over the network, over an NTB and of a server's device end with this process.
-        let device = match (&served, &self.device) {
-            _ if lease.transport != Transport::SharedMemory => None,
-            (Served::Model { model, .. }, _) => Some(KeptDevice::Model(model.clone())),
-            (Served::Function(config), Kind::Function(function)) => {
-                let probed = Box::new(function.probed().clone());
-                Some(KeptDevice::Function(probed, config.adopts.clone()))
-            }
-            _ => None,
-        };
-        let of = (&lease.vm, lease.generation);
-        let record = device.map(|device| {
-            let with = (borrower.as_fd(), &*open);
-            self.record(&worker.worker, with, of, device, kept)
-        });
-        let start = Order::Start(Box::new(Start {
-            entry,
-            device: served,
-            poll_us,
-            vm: lease.vm,
-            generation: lease.generation,
-            transport: lease.transport,
-            chain: kept.map(|chain| (chain.secret, chain.goes_on)),
-        }));
-        let state = lease.state.filter(|_| kept.is_some());
-        let fds: Vec<BorrowedFd<'_>> = [worker.their_calls.as_fd(), borrower.as_fd()]
-            .into_iter()
-            .chain(self.file().map(AsFd::as_fd))
-            .chain(open.iter().map(AsFd::as_fd))
-            .chain(state.iter().map(AsFd::as_fd))
-            .chain(lease.bar_memory.iter().map(AsFd::as_fd))
-            .collect();
-        match worker.worker.orders.send(&(0, start), &fds, START_TIMEOUT) {
-            Ok(()) => Ok((worker.worker, borrower, record)),
-            Err(error) => {
-                match (&mut self.kept, record) {
-                    (Some(kept), record @ Some(_)) => kept.record = record,
-                    (_, record) => {
-                        let _ = record.map(|mut record| record.forget());
-                    }
-                }
-                Err((borrower.channel(), StartError::Send(error)))
-            }
-        }
-    }
-
-    /// Has the keeper keep the lease that begins, with the descriptors of a function that is kept.
-    fn record(
-        &self,
-        worker: &Worker,
-        (connection, open): (BorrowedFd<'_>, &[OwnedFd]),
-        (vm, generation): (&VmName, Generation),
-        served: KeptDevice,
-        chain: Option<GrantedChain>,
-    ) -> Record {
-        let state = KeptLease::state(&served);
-        let kept = KeptLease {
-            device: self.id.clone(),
-            vm: vm.clone(),
-            generation,
-            since: SystemTime::now(),
-            chain: chain.map(|chain| (chain.secret, chain.goes_on)),
-            pid: worker.pid(),
-            group: worker.group.as_ref().map(|group| group.path().to_owned()),
-            served,
-            first_order: 1,
-            requester: false,
-            windows: Vec::new(),
-            replied: None,
-            worker: LEASES.version(),
-            state,
-        };
-        let keeper = Arc::clone(&self.workers.keeper);
-        let (mut fds, mut with_worker) = descriptors(worker, connection, self.file());
-        if !open.is_empty() {
-            // A broker is needed for the end of its DMA.
-            fds.extend(open.iter().map(AsFd::as_fd));
-            with_worker = 0;
-        }
-        let before = self.kept.as_ref().and_then(|it| it.record.as_ref());
-        let number = match before.and_then(|record| record.number) {
-            // The function has a record at any time.
-            Some(number) => {
-                kept.replace(&keeper, number, &fds);
-                Some(number)
-            }
-            None => kept.keep(&keeper, &fds, with_worker),
-        };
-        Record {
-            number,
-            keeper,
-            lease: kept,
-        }
-    }
-
-    /// Tells the borrower of the medium's lease, before frames follow.
-    fn reply(&self, lease: &mut Lease, chain: Secret) -> Result<(), StartError> {
-        let Kind::Model(kind) = &self.device else {
-            return Err(StartError::NoMedium);
-        };
-        let model = match &kind.model {
-            // The path is this host's.
-            config::Model::Nvme(config) => remote::Model::Nvme(nvme::Config {
-                image: self.id.as_str().into(),
-                ..config.clone()
-            }),
-            config::Model::VirtioBlk(config) => remote::Model::VirtioBlk(remote::Virtio {
-                virtio_blk: virtio::Config {
-                    image: self.id.as_str().into(),
-                    ..config.clone()
-                },
-            }),
-            config::Model::DmaTest(_) => remote::Model::DmaTest(remote::NoMedium::DmaTest),
-        };
-        let image = kind.image.as_ref();
-        let reply = Reply::Medium(Box::new(MediumLease {
-            generation: lease.generation,
-            chain,
-            model: serde_json::to_string(&model).map_err(StartError::Config)?,
-            size: image.map_or(0, |image| image.size),
-            punches_holes: image.is_some_and(|image| image.punches_holes),
-        }));
-        let sent = lease.connection.send(&reply, &[], START_TIMEOUT);
-        sent.map_err(StartError::Reply)
-    }
-
-    fn served_medium(&self, secrets: Option<Secrets>) -> Result<Served, StartError> {
-        let Kind::Model(kind) = &self.device else {
-            return Err(StartError::NoMedium);
-        };
-        let (engine, limits, read_only) = kind.model.medium();
-        Ok(Served::Medium(Box::new(ServedMedium {
-            engine,
-            limits,
-            size: kind.image.as_ref().map_or(0, |image| image.size),
-            read_only,
-            secrets,
-        })))
-    }
-
-    /// What a worker serves, and what of it is open: the connection to its server, or the function that is kept.
-    fn served(&self) -> Result<(Served, Vec<OwnedFd>), StartError> {
-        let kind = match &self.device {
-            Kind::Model(kind) => kind,
-            Kind::Function(function) => {
-                let mut config = function.config();
-                let mut open = Vec::new();
-                if let Some(kept) = &self.kept {
-                    let (parts, fds) = kept.handle.share().map_err(StartError::Channel)?;
-                    config.adopts = Some(parts);
-                    open.extend(fds);
-                }
-                return Ok((Served::Function(Box::new(config)), open));
-            }
-            Kind::Server(server) => {
-                let (config, socket) = server.for_worker().map_err(StartError::Server)?;
-                return Ok((Served::Server(Box::new(config)), vec![socket]));
-            }
-        };
-        let model = match (&kind.model, &kind.image) {
-            (config::Model::Nvme(config), Some(image)) => Model::Nvme {
-                config: serde_json::to_string(config).map_err(StartError::Config)?,
-                size: image.size,
-                punches_holes: image.punches_holes,
-            },
-            (config::Model::VirtioBlk(config), Some(image)) => Model::VirtioBlk {
-                config: serde_json::to_string(config).map_err(StartError::Config)?,
-                size: image.size,
-                punches_holes: image.punches_holes,
-            },
-            _ => Model::DmaTest,
-        };
-        let limits = kind.adapter.limits().clone();
-        Ok((Served::Model { model, limits }, Vec::new()))
-    }
-
-    fn spawn(&self, vm: &VmName) -> Result<Spawned, StartError> {
-        let (orders, their_orders) = Channel::pair().map_err(StartError::Channel)?;
-        let (calls, their_calls) = Channel::pair().map_err(StartError::Channel)?;
-        let (log, their_log) = io::pipe().map_err(StartError::Channel)?;
-        // Nobody reads what a worker without a broker logs: it must not wait for that.
-        for end in [log.as_fd(), their_log.as_fd()] {
-            rustix::io::ioctl_fionbio(end, true)
-                .map_err(|errno| StartError::Channel(errno.into()))?;
-        }
-        let program = &self.workers.program;
-        let child = program
-            .command()
-            .args(&program.args)
-            .args([self.id.as_str(), vm.as_str()])
-            .stdin(Stdio::from(their_orders.into_socket()))
-            .stderr(their_log)
-            .spawn()
-            .map_err(|source| StartError::Spawn {
-                program: program.path.clone(),
-                source,
-            })?;
-        let mut worker = Worker::new(child, orders, calls, log).map_err(StartError::Channel)?;
-        worker.group = self.place(worker.pid())?;
-        Ok(Spawned {
-            worker,
-            their_calls: their_calls.into_socket(),
-        })
-    }
-
-    /// The control group of a new worker, which does without one if nothing limits its memory.
-    fn place(&self, pid: u32) -> Result<Option<cgroup::Group>, StartError> {
-        let Some(groups) = &self.workers.program.cgroup else {
-            return Ok(None);
-        };
-        // A worker that is killed may have its successor before it is gone.
-        match groups.place(&format!("worker-{}-{pid}", self.id), pid) {
-            Ok(group) => Ok(Some(group)),
-            Err(error) if groups.limits_memory() => Err(StartError::Group(error)),
-            Err(error) => {
-                log::warn!(
-                    "device {}: the worker has no control group of its own in {}: {error}",
-                    self.id,
-                    groups.path().display()
-                );
-                Ok(None)
-            }
-        }
-    }
-
-    /// The lease of `vm` has ended, with this last report and handle on the function.
-    pub(crate) fn ended(
-        &mut self,
-        vm: VmName,
-        report: Option<Report>,
-        handle: Option<SecondHandle>,
-    ) {
+    /// The lease of `vm` has ended, with this last report and handle on the device.
+    pub(crate) fn ended(&mut self, vm: VmName, report: Option<Report>, handle: Option<Handle>) {
         if let Some(report) = report {
             self.last = self.completed(report);
         }
-        if let (Kind::Function(function), Some(handle)) = (&self.device, handle) {
+        if let Some(handle) = handle {
+            self.close(vm, handle);
+        }
+    }
+
+    /// Closes a device that `vm` had.
+    pub(super) fn close(&self, vm: VmName, handle: Handle) {
+        if let (Kind::Function(function), Handle::Function(handle)) = (&self.device, handle) {
             function.ended(vm, handle.close());
         }
     }
@@ -584,15 +313,6 @@ impl Available for WorkerDevice {
     }
 
     fn let_go(&mut self) -> bool {
-        self.let_function_go()
+        self.let_run_end()
     }
-}
-
-/// A worker with its lease, and what is kept of that.
-type Started = (Worker, Borrower, Option<Record>);
-
-/// A process without its lease.
-struct Spawned {
-    worker: Worker,
-    their_calls: OwnedFd,
 }

@@ -14,6 +14,7 @@ use std::{
 
 use farside_daemon::{DeviceId, VmName, cgroup};
 use farside_devices::{block::Image, state};
+use farside_error_chain::Chain;
 use farside_fabric::{
     LutRange, PeerAddress,
     soft::{Adapter, AdapterTables},
@@ -21,7 +22,7 @@ use farside_fabric::{
 use farside_hand_over::FARSIDE;
 use farside_lender_protocol::{Channel, Generation, Identity, Secret};
 use farside_pci::Bdf;
-use farside_vfio::{Api, HandleParts, SecondHandle};
+use farside_vfio::{Api, HandleParts};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Signal, pidfd_send_signal},
@@ -30,12 +31,14 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{
     child::Worker,
+    handle::{Connection, KeptHandle},
     messages::{CallReply, Model, Numbered},
 };
 use crate::{
     config,
     keeper::{Found, Keeper, LEASES},
     vfio::Probed,
+    vfio_user::ServerConfig,
 };
 
 /// Timeout for a worker to end that is not adopted; then it is killed.
@@ -97,7 +100,12 @@ struct Recorded<T> {
 /// Whether a broker is needed for the end of a lease's DMA, in whose record this is.
 pub(crate) fn needs_broker(lease: &[u8]) -> bool {
     let lease = KeptLease::read(lease);
-    lease.is_some_and(|lease| matches!(lease.served, KeptDevice::Function(_, Some(_))))
+    lease.is_some_and(|lease| {
+        matches!(
+            lease.served,
+            KeptDevice::Function(_, Some(_)) | KeptDevice::Server(_)
+        )
+    })
 }
 
 /// What a worker serves.
@@ -106,6 +114,8 @@ pub(crate) enum KeptDevice {
     Model(Model),
     /// A function, and the broker's handle on it once the worker has opened it.
     Function(Box<Probed>, Option<HandleParts>),
+    /// The device of a vfio-user server, with the connection to it.
+    Server(Box<ServerConfig>),
 }
 
 /// A window of the adapter that a worker has.
@@ -130,9 +140,8 @@ pub(crate) struct Adopted {
     pub(crate) connection: Option<OwnedFd>,
     /// Of a model with a medium, unless its worker has ended.
     image: Option<File>,
-    /// The broker's handle on the function. (A [`SecondHandle`] takes that down when it is dropped, as when
-    /// this lender does not start.)
-    pub(crate) handle: Option<(HandleParts, [OwnedFd; 2])>,
+    /// The broker's handle on a device that runs.
+    pub(crate) handle: Option<KeptHandle>,
 }
 
 impl Adopted {
@@ -166,7 +175,11 @@ impl Adopted {
             KeptDevice::Function(_, None) => (None, None),
             KeptDevice::Function(_, Some(parts)) => {
                 let fds = [fds.next()?, fds.next()?];
-                (None, Some((parts.clone(), fds)))
+                (None, Some(KeptHandle::Function(parts.clone(), fds)))
+            }
+            KeptDevice::Server(config) => {
+                let connection = Connection::new(config.clone(), fds.next()?);
+                (None, Some(KeptHandle::Server(connection)))
             }
         };
         Some(Self {
@@ -253,6 +266,14 @@ impl Adopted {
         }
     }
 
+    /// The server at `path`, if the worker is connected to it.
+    pub(crate) fn server(&self, path: &Path) -> Option<ServerConfig> {
+        match &self.lease.served {
+            KeptDevice::Server(config) if config.path() == path => Some((**config).clone()),
+            _ => None,
+        }
+    }
+
     fn restore(&mut self, tables: &dyn AdapterTables) -> Result<(), String> {
         let KeptLease {
             device,
@@ -311,10 +332,11 @@ impl Adopted {
         if !wait(&self.pidfd, Some(END_TIMEOUT)) {
             log::error!("device {device}: its worker process {pid} does not end");
         }
-        drop(
-            self.handle
-                .map(|(parts, fds)| SecondHandle::new(parts, fds)),
-        );
+        if let Some(handle) = self.handle.map(KeptHandle::into_handle)
+            && let Err(error) = handle.take_down()
+        {
+            log::error!("device {device}: {}", Chain(&error));
+        }
         if let (Some(tables), Some(entry)) = (tables, self.requester) {
             for window in windows {
                 tables.give_back_window(entry, window.range);
@@ -332,7 +354,9 @@ impl KeptLease {
             KeptDevice::Model(Model::Nvme { .. } | Model::VirtioBlk { .. }) => {
                 Some(state::FORMAT.version())
             }
-            KeptDevice::Model(Model::DmaTest) | KeptDevice::Function(..) => None,
+            KeptDevice::Model(Model::DmaTest)
+            | KeptDevice::Function(..)
+            | KeptDevice::Server(_) => None,
         }
     }
 

@@ -68,7 +68,11 @@ pub(crate) enum Served {
     /// The medium of a model, over the network. The image comes as a descriptor, unless it has 0 bytes.
     Medium(Box<ServedMedium>),
     /// The device of a vfio-user server. The connection to it comes as a descriptor.
-    Server(Box<ServerConfig>),
+    Server {
+        config: Box<ServerConfig>,
+        /// A worker before this one was connected, and the device goes on.
+        adopts: bool,
+    },
 }
 
 /// The medium of a model whose controller is at the borrower.

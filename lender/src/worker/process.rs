@@ -145,7 +145,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     let kind = match &device {
         Served::Model { .. } | Served::Medium(_) => confine::Kind::Model,
         Served::Function(_) => confine::Kind::Function,
-        Served::Server(_) => confine::Kind::Server,
+        Served::Server { .. } => confine::Kind::Server,
     };
     let source: Box<dyn DeviceSource> = match device {
         Served::Function(config) => {
@@ -170,10 +170,10 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
                 }
             }
         }
-        Served::Server(config) => {
+        Served::Server { config, adopts } => {
             let socket = next()?;
             give_up_rights(CapabilitySet::empty())?;
-            match WorkerServer::open(*config, socket) {
+            match WorkerServer::open((&id, &vm), *config, socket, adopts) {
                 Ok(server) => Box::new(server),
                 Err(error) => {
                     not_lent(&calls, &mut connection, (&id, &vm), error);

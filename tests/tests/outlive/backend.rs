@@ -18,7 +18,7 @@ use farside_scripted_vmm::{
 use farside_tests::{Cluster, Daemon, MIB};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Disk, Random, Story, TIMEOUT, disturbed, kills, lend, print, under_load, workers};
+use super::{Disk, NVME, Random, Story, TIMEOUT, disturbed, kills, lend, print, under_load};
 
 /// Waits until the backend after `kills` of them has its device.
 fn wait_next(cluster: &Cluster, keeper: &Daemon, kills: u64) {
@@ -38,8 +38,8 @@ fn wait_next(cluster: &Cluster, keeper: &Daemon, kills: u64) {
 
 fn kill_backends(disk: Disk, count: u64) {
     let cluster = Cluster::in_memory().unwrap();
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let _lender = disk.lend(&cluster, &image);
+    let medium = disk.medium(&cluster);
+    let _lender = disk.lend(&cluster, &medium);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let keeper = serve.start().unwrap();
     let pauses = under_load(&cluster, disk, |mut random, progress| {
@@ -78,6 +78,11 @@ fn a_backend_of_a_virtio_blk_model_with_event_indexes_that_is_killed_under_load_
     kill_backends(Disk::VirtioBlk { event_idx: true }, kills() as u64);
 }
 
+#[test]
+fn a_backend_of_a_servers_device_that_is_killed_under_load_costs_a_pause() {
+    kill_backends(Disk::OfServer(Doorbells::Registers), kills() as u64);
+}
+
 /// What tells a message that is processed again from another one is a number that comes again.
 #[test]
 fn no_register_write_is_lost_however_many_reads_are_between_two() {
@@ -85,8 +90,8 @@ fn no_register_write_is_lost_however_many_reads_are_between_two() {
     const AQA: u64 = 0x24;
     let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let _lender = lend(&cluster, &image);
+    let medium = NVME.medium(&cluster);
+    let _lender = lend(&cluster, &medium);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let _keeper = serve.start().unwrap();
     let socket = cluster.directory().join("vm/a/disk0.sock");
@@ -107,8 +112,8 @@ fn no_register_write_is_lost_however_many_reads_are_between_two() {
 fn kill_both(disk: Disk, count: u64) {
     let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let lender = disk.lend(&cluster, &image);
+    let medium = disk.medium(&cluster);
+    let lender = disk.lend(&cluster, &medium);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let keeper = serve.start().unwrap();
     let pauses = under_load(&cluster, disk, |mut random, progress| {
@@ -118,7 +123,7 @@ fn kill_both(disk: Disk, count: u64) {
             let [backend] = keeper.children()[..] else {
                 panic!("the keeper has one child");
             };
-            let [worker] = workers(&lender)[..] else {
+            let [worker] = lender.workers()[..] else {
                 panic!("one worker does the I/O");
             };
             let mut both = [backend, worker];
@@ -152,6 +157,11 @@ fn a_backend_and_its_worker_that_are_killed_at_once_with_a_doorbell_buffer_cost_
 #[test]
 fn a_backend_of_a_virtio_blk_model_and_its_worker_that_are_killed_at_once_cost_a_pause() {
     kill_both(Disk::VirtioBlk { event_idx: true }, kills() as u64);
+}
+
+#[test]
+fn a_backend_of_a_servers_device_and_its_worker_that_are_killed_at_once_cost_a_pause() {
+    kill_both(Disk::OfServer(Doorbells::Registers), kills() as u64);
 }
 
 /// The processes that keep a cluster's only backend.
@@ -222,8 +232,8 @@ fn backend_report(cluster: &Cluster) -> BackendReport {
 #[test]
 fn keepers_that_are_killed_cost_no_pause() {
     let cluster = Cluster::in_memory().unwrap();
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let _lender = lend(&cluster, &image);
+    let medium = NVME.medium(&cluster);
+    let _lender = lend(&cluster, &medium);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let first = serve.start().unwrap();
     let before = backend_report(&cluster);
@@ -285,8 +295,8 @@ fn backend(report: &BackendReport) -> Pid {
 #[test]
 fn a_backend_goes_on_in_the_next_service_at_the_cost_of_a_pause() {
     let cluster = Cluster::in_memory().unwrap();
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let _lender = lend(&cluster, &image);
+    let medium = NVME.medium(&cluster);
+    let _lender = lend(&cluster, &medium);
     let serve = || cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let mut service = serve().start().unwrap();
     let (vm, [ends, nexts, nothing]) = disturbed(
@@ -328,8 +338,8 @@ fn a_backend_goes_on_in_the_next_service_at_the_cost_of_a_pause() {
 #[test]
 fn everything_of_a_host_that_is_restarted_at_once_costs_a_pause() {
     let cluster = Cluster::in_memory().unwrap();
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let mut lender = lend(&cluster, &image);
+    let medium = NVME.medium(&cluster);
+    let mut lender = lend(&cluster, &medium);
     let serve = || cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let mut service = serve().start().unwrap();
     let (vm, [restarts, nothing]) = disturbed(
@@ -347,7 +357,7 @@ fn everything_of_a_host_that_is_restarted_at_once_costs_a_pause() {
                 assert!(service.wait_end(TIMEOUT).unwrap().success());
                 assert!(lender.wait_end(TIMEOUT).unwrap().success());
                 std::thread::scope(|scope| {
-                    let started = scope.spawn(|| lend(&cluster, &image));
+                    let started = scope.spawn(|| lend(&cluster, &medium));
                     let next = serve().start().unwrap();
                     std::mem::replace(&mut service, next).leave_to_the_next();
                     lender = started.join().unwrap();
@@ -438,8 +448,8 @@ fn live(cluster: &Cluster, random: &mut Random) {
 #[test]
 fn a_backend_that_is_killed_in_any_state_goes_on_there() {
     let cluster = Cluster::in_memory().unwrap();
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let _lender = lend(&cluster, &image);
+    let medium = NVME.medium(&cluster);
+    let _lender = lend(&cluster, &medium);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let keeper = serve.start().unwrap();
     let mut random = Random::new();

@@ -10,7 +10,6 @@ mod many;
 mod vm;
 
 use std::{
-    fs,
     io::{BufRead, BufReader},
     path::Path,
     process::{Command, Stdio},
@@ -28,9 +27,9 @@ use farside_scripted_vmm::{
     vectors::Vectors,
 };
 use farside_tests::{Cluster, Daemon, MIB};
-use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use rustix::process::{Signal, kill_process, test_kill_process};
 
-use vm::{Disk, Op, Vm};
+use vm::{Disk, Medium, Op, Vm};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -63,19 +62,10 @@ impl Random {
     }
 }
 
-fn lend(cluster: &Cluster, image: &Path) -> Daemon {
-    Disk::Nvme(Doorbells::Registers).lend(cluster, image)
-}
+const NVME: Disk = Disk::Nvme(Doorbells::Registers);
 
-/// The workers of a lender.
-fn workers(lender: &Daemon) -> Vec<Pid> {
-    let is_worker = |pid: &Pid| {
-        let path = format!("/proc/{}/cmdline", pid.as_raw_nonzero());
-        fs::read_to_string(path).is_ok_and(|arguments| arguments.contains("lease-worker"))
-    };
-    let mut children = lender.children();
-    children.retain(is_worker);
-    children
+fn lend(cluster: &Cluster, medium: &Medium) -> Daemon {
+    NVME.lend(cluster, medium)
 }
 
 fn print(what: &str, mut pauses: Vec<Duration>) {
@@ -168,8 +158,8 @@ impl Drop for Story<'_> {
 fn kill_workers(disk: Disk, count: usize) {
     let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let lender = disk.lend(&cluster, &image);
+    let medium = disk.medium(&cluster);
+    let lender = disk.lend(&cluster, &medium);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut kills = Vec::new();
@@ -186,14 +176,14 @@ fn kill_workers(disk: Disk, count: usize) {
             let status = cluster.status().unwrap();
             let connection = status.borrow("a", "disk0").unwrap().connection.unwrap();
             assert!(connection.restarts >= kills.len() as u64, "{connection}");
-            if let [worker] = workers(&lender)[..] {
+            if let [worker] = lender.workers()[..] {
                 kills.push(Instant::now());
                 kill_process(worker, Signal::KILL).unwrap();
             }
             // Some again while they start and take up what was in flight.
             while random.below(8) == 0 {
                 std::thread::sleep(Duration::from_micros(random.below(30_000)));
-                for worker in workers(&lender) {
+                for worker in lender.workers() {
                     let _ = kill_process(worker, Signal::KILL);
                 }
             }
@@ -224,6 +214,11 @@ fn a_worker_of_a_virtio_blk_model_with_event_indexes_that_is_killed_under_load_c
 }
 
 #[test]
+fn a_worker_of_a_servers_device_that_is_killed_under_load_costs_a_pause() {
+    kill_workers(Disk::OfServer(Doorbells::Registers), kills());
+}
+
+#[test]
 fn a_lender_that_is_killed_under_load_and_started_anew_costs_a_pause() {
     start_lender_anew(Disk::Nvme(Doorbells::Buffer));
 }
@@ -235,8 +230,8 @@ fn a_lender_of_a_virtio_blk_model_that_is_killed_and_started_anew_costs_a_pause(
 
 fn start_lender_anew(disk: Disk) {
     let cluster = Cluster::in_memory().unwrap();
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let mut lender = disk.lend(&cluster, &image);
+    let medium = disk.medium(&cluster);
+    let mut lender = disk.lend(&cluster, &medium);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut kills = Vec::new();
@@ -247,7 +242,7 @@ fn start_lender_anew(disk: Disk) {
                 0 => lender.kill_all().unwrap(),
                 _ => lender.kill().unwrap(),
             }
-            lender = disk.lend(&cluster, &image);
+            lender = disk.lend(&cluster, &medium);
         }
         kills
     });
@@ -257,8 +252,8 @@ fn start_lender_anew(disk: Disk) {
 #[test]
 fn a_lender_that_is_restarted_in_order_under_load_costs_a_pause() {
     let cluster = Cluster::in_memory().unwrap();
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let mut lender = lend(&cluster, &image);
+    let medium = NVME.medium(&cluster);
+    let mut lender = lend(&cluster, &medium);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let pauses = under_load(
         &cluster,
@@ -270,7 +265,7 @@ fn a_lender_that_is_restarted_in_order_under_load_costs_a_pause() {
                 kills.push(Instant::now());
                 lender.terminate().unwrap();
                 assert!(lender.wait_exit(TIMEOUT).unwrap().success());
-                lender = lend(&cluster, &image);
+                lender = lend(&cluster, &medium);
             }
             kills
         },
@@ -304,8 +299,8 @@ fn a_vmm_in_a_process_of_its_own() {
 fn a_killed_vmm_frees_its_device_in_under_100_ms() {
     let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let _lender = lend(&cluster, &image);
+    let medium = NVME.medium(&cluster);
+    let _lender = lend(&cluster, &medium);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let socket = cluster.directory().join("lender.sock");
     let mut client = Client::connect(&socket.into(), None).unwrap();
@@ -339,11 +334,11 @@ fn a_killed_vmm_frees_its_device_in_under_100_ms() {
 /// Ends the lender alone by a signal, `count` times: its worker does not notice.
 fn end_lender(disk: Disk, signal: Signal, count: usize) {
     let cluster = Cluster::in_memory().unwrap();
-    let image = cluster.image("disk0", 16 * MIB).unwrap();
-    let mut lender = disk.lend(&cluster, &image);
+    let medium = disk.medium(&cluster);
+    let mut lender = disk.lend(&cluster, &medium);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let (vm, [ends, starts, nothing]) = disturbed(&cluster, disk, |mut random, progress| {
-        let [worker] = workers(&lender)[..] else {
+        let [worker] = lender.workers()[..] else {
             panic!("no worker, or several")
         };
         let mut times = [(); 3].map(|()| Vec::new());
@@ -358,7 +353,7 @@ fn end_lender(disk: Disk, signal: Signal, count: usize) {
             lender.wait_exit(TIMEOUT).unwrap();
             // I/O goes on while there is none.
             wait(&mut times[1]);
-            lender = disk.lend(&cluster, &image);
+            lender = disk.lend(&cluster, &medium);
             let status = cluster.status().unwrap();
             let lent = status.lent("disk0").unwrap();
             assert_eq!(lent.borrowed_by.as_deref(), Some("a"));
@@ -377,6 +372,36 @@ fn end_lender(disk: Disk, signal: Signal, count: usize) {
 #[test]
 fn a_lender_that_is_killed_alone_costs_no_pause() {
     end_lender(Disk::Nvme(Doorbells::Registers), Signal::KILL, kills());
+}
+
+#[test]
+fn a_lender_of_a_servers_device_that_is_killed_alone_costs_no_pause() {
+    end_lender(Disk::OfServer(Doorbells::Registers), Signal::KILL, 10);
+}
+
+#[test]
+fn a_lender_of_a_servers_device_that_is_killed_with_its_worker_costs_a_pause() {
+    let disk = Disk::OfServer(Doorbells::Registers);
+    let cluster = Cluster::in_memory().unwrap();
+    let _story = Story(&cluster);
+    let medium = disk.medium(&cluster);
+    let mut lender = disk.lend(&cluster, &medium);
+    let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
+    let pauses = under_load(&cluster, disk, |mut random, progress| {
+        let mut kills = Vec::new();
+        for _ in 0..10 {
+            progress.wait(&mut random, Duration::from_millis(50));
+            let [worker] = lender.workers()[..] else {
+                panic!("no worker, or several")
+            };
+            kills.push(Instant::now());
+            lender.kill().unwrap();
+            kill_process(worker, Signal::KILL).unwrap();
+            lender = disk.lend(&cluster, &medium);
+        }
+        kills
+    });
+    print("lender and worker, device of a server", pauses);
 }
 
 #[test]

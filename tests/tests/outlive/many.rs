@@ -25,7 +25,7 @@ use rustix::{
     process::{Signal, kill_process},
 };
 
-use super::{Random, Story, workers};
+use super::{Random, Story};
 
 const DISKS: usize = 50;
 const DMA_TESTERS: usize = 10;
@@ -284,11 +284,11 @@ fn all_free(cluster: &Cluster, ids: &[String]) {
 fn idle_use(lender: &Daemon, keepers: &[Daemon]) -> (Use, usize, usize) {
     // A worker that has returned its device ends soon.
     let deadline = Instant::now() + PATIENT;
-    while !workers(lender).is_empty() {
+    while !lender.workers().is_empty() {
         assert!(
             Instant::now() < deadline,
             "{} workers",
-            workers(lender).len()
+            lender.workers().len()
         );
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -354,7 +354,7 @@ fn sixty_vms_borrow_and_return_while_processes_are_killed() {
             std::thread::sleep(Duration::from_micros(pause));
             let killed = match random.below(8) {
                 0..4 => {
-                    let workers = workers(&lender);
+                    let workers = lender.workers();
                     let at = random.below(workers.len().max(1) as u64) as usize;
                     workers.get(at).copied()
                 }
@@ -453,7 +453,7 @@ fn a_dma_test_device_that_is_lost_comes_back_with_a_reset() {
         borrow(&mut machine, &counts).unwrap();
         let ready = machine.device.load(0, reg::ID).unwrap();
         let victim = match kill % 2 {
-            0 => workers(&lender),
+            0 => lender.workers(),
             _ => keeper.children(),
         };
         assert_eq!(victim.len(), 1);

@@ -1,7 +1,7 @@
 //! A scripted VM whose disk is a model.
 
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -22,17 +22,46 @@ use super::{BATCH, PAGES, Random, TIMEOUT};
 #[derive(Clone, Copy, Debug)]
 pub enum Disk {
     Nvme(Doorbells),
-    VirtioBlk { event_idx: bool },
+    VirtioBlk {
+        event_idx: bool,
+    },
+    /// The NVMe device of another vfio-user server, which is another farside.
+    OfServer(Doorbells),
+}
+
+/// What is lent as a disk, by its path: an image, or a server's socket.
+pub struct Medium {
+    path: PathBuf,
+    _server: Option<(Cluster, [Daemon; 2])>,
 }
 
 impl Disk {
-    pub fn lend(self, cluster: &Cluster, image: &Path) -> Daemon {
-        let disk = format!("disk0={}", image.display());
-        let model = match self {
+    pub fn medium(self, cluster: &Cluster) -> Medium {
+        const BYTES: u64 = 16 * MIB;
+        if !matches!(self, Self::OfServer(_)) {
+            let path = cluster.image("disk0", BYTES).unwrap();
+            return Medium {
+                path,
+                _server: None,
+            };
+        }
+        let inner = Cluster::in_memory().unwrap();
+        let (lender, _) = inner.lend_disk(BYTES).unwrap();
+        let backend = inner.serve("inner", &["disk0"]).start().unwrap();
+        Medium {
+            path: inner.directory().join("vm/inner/disk0.sock"),
+            _server: Some((inner, [backend, lender])),
+        }
+    }
+
+    pub fn lend(self, cluster: &Cluster, medium: &Medium) -> Daemon {
+        let disk = format!("disk0={}", medium.path.display());
+        let source = match self {
             Self::Nvme(_) => "--nvme",
             Self::VirtioBlk { .. } => "--virtio-blk",
+            Self::OfServer(_) => "--vfio-user",
         };
-        cluster.lend(&[model, &disk]).unwrap()
+        cluster.lend(&[source, &disk]).unwrap()
     }
 }
 
@@ -135,7 +164,7 @@ impl Vm {
         machine.device.enable_vectors(&machine.vectors).unwrap();
         pci::enable_msix(&mut machine.device, true).unwrap();
         let driver = match disk {
-            Disk::Nvme(doorbells) => {
+            Disk::Nvme(doorbells) | Disk::OfServer(doorbells) => {
                 let mut controller = Controller::bring_up(&mut machine, 1, 1).unwrap();
                 let queue = controller.polled(&mut machine, doorbells).unwrap();
                 Driver::Nvme(Box::new((controller, queue)))

@@ -14,7 +14,7 @@ use crate::{
     device_loop::end::SEND_TIMEOUT,
     refusals::{refused, unsupported},
     source::Available,
-    worker::{Call, CallReply, Numbered, OpenWindow, printable},
+    worker::{Call, CallReply, Handle, Numbered, OpenWindow, printable},
 };
 
 /// The refusal of a worker that asks for windows without a requester entry, which a function's has
@@ -75,7 +75,7 @@ impl WorkerLease<'_> {
             Call::Opened(parts) => match <[OwnedFd; 2]>::try_from(fds) {
                 // A guest has no influence on the worker yet.
                 Ok(fds)
-                    if self.function.is_none()
+                    if self.running.is_none()
                         && !self.begun
                         && !self.stopped
                         && self.device.opened(&self.vm) =>
@@ -84,7 +84,8 @@ impl WorkerLease<'_> {
                         let connection = self.connection.as_ref().map(AsFd::as_fd);
                         record.opened(&self.worker, connection, &parts, &fds);
                     }
-                    self.function = Some(SecondHandle::new(parts, fds));
+                    let handle = SecondHandle::new(parts, fds);
+                    self.running = Some(Handle::Function(handle));
                     CallReply::Done
                 }
                 _ => CallReply::Refused(unsupported("no function can be opened now")),
@@ -143,9 +144,9 @@ impl WorkerLease<'_> {
                 CallReply::Done
             }
             Call::Released(how) => {
-                let is_down = |it: &SecondHandle| it.take_down().is_ok();
+                let is_down = |it: &Handle| it.take_down().is_ok();
                 // Else when the process has ended.
-                match self.function.as_ref().is_none_or(is_down) {
+                match self.running.as_ref().is_none_or(is_down) {
                     true => self.release(how),
                     false => self.over = Some(how),
                 }

@@ -12,7 +12,7 @@ use crate::{
 impl WorkerLease<'_> {
     /// Whether a lease whose worker is gone may go on: the borrower has the secret of its chain, and is there.
     pub(super) fn may_go_on(&self) -> bool {
-        if !self.device.may_go_on(self.function.as_ref()) {
+        if !self.device.may_go_on(self.running.as_ref()) {
             return false;
         }
         match (&self.connection, self.chain) {
@@ -20,8 +20,8 @@ impl WorkerLease<'_> {
             (Some(Borrower::Asking(connection)), Some(chain)) => {
                 (self.begun || chain.goes_on) && !has_hung_up(connection)
             }
-            // It may have gone, or wait for the device. A function is not left running for it.
-            (None, Some(_)) => self.leased && self.function.is_none(),
+            // It may have gone, or wait for the device. No device is left running for it.
+            (None, Some(_)) => self.leased && self.running.is_none(),
             _ => false,
         }
     }

@@ -1,4 +1,4 @@
-//! The end of a function's DMA, when its worker is gone.
+//! The end of the DMA of a device that runs, when its worker is gone.
 
 use std::{
     os::fd::AsFd,
@@ -6,27 +6,26 @@ use std::{
 };
 
 use farside_error_chain::Chain;
-use farside_vfio::SecondHandle;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::WorkerLease;
 use crate::{
     device_loop::end::{FIRST_PAUSE, LONGEST_PAUSE},
-    worker::KeptFunction,
+    worker::{Handle, Running},
 };
 
 impl WorkerLease<'_> {
-    /// Leaves the function of a worker that is gone as it runs, if its lease goes on, or takes it down. Returns whether the lease goes
+    /// Leaves the device of a worker that is gone as it runs, if its lease goes on, or takes it down. Returns whether the lease goes
     /// on; `None` if its DMA could not be stopped before the lender stopped.
     pub(super) fn leave_or_take_down(&mut self) -> Option<bool> {
         let may_go_on = self.ended.is_none() && self.may_go_on();
-        let Some(handle) = self.function.take() else {
+        let Some(handle) = self.running.take() else {
             let report = self.report.take();
             self.device.ended(self.vm.clone(), report, None);
             return Some(may_go_on);
         };
         if may_go_on && !self.is_ending() && self.owner.home.keeps_running(self.generation) {
-            let kept = KeptFunction {
+            let kept = Running {
                 vm: self.vm.clone(),
                 handle,
                 record: self.record.take(),
@@ -35,7 +34,7 @@ impl WorkerLease<'_> {
             return Some(true);
         }
         if !self.take_down(&handle) {
-            self.function = Some(handle);
+            self.running = Some(handle);
             return None;
         }
         let report = self.report.take();
@@ -43,11 +42,11 @@ impl WorkerLease<'_> {
         Some(false)
     }
 
-    /// Stops the DMA of the function of a worker that is gone: the borrower's VMM may keep the
+    /// Stops the DMA of the device of a worker that is gone: the borrower's VMM may keep a
     /// function, and with it the mappings, open. Retries until the lender stops.
-    pub(super) fn take_down(&mut self, function: &SecondHandle) -> bool {
+    pub(super) fn take_down(&mut self, device: &Handle) -> bool {
         let mut pause = FIRST_PAUSE;
-        while let Err(error) = function.take_down() {
+        while let Err(error) = device.take_down() {
             let error = Chain(&error);
             self.owner.publish_problem(Some(&format!(
                 "cannot stop its DMA: {error}; VM {} keeps the lease (generation {}) until that succeeds, trying again",

@@ -10,6 +10,7 @@ use std::{
 use farside_daemon::Wakeup;
 use farside_fabric::{Budget, soft::Adapter};
 use farside_lender_protocol::{Channel, DeviceEntry, Secret, Transport};
+use farside_vfio::SecondHandle;
 
 use super::*;
 use crate::{
@@ -129,7 +130,7 @@ fn stuck(leased: bool) -> Stuck {
         let parts = r#"{ "bdf": "0000:03:00.0", "config_offset": 0, "iommu": "Type1" }"#;
         let null = || File::open("/dev/null").unwrap().into();
         let handle = SecondHandle::new(serde_json::from_str(parts).unwrap(), [null(), null()]);
-        lease.function = Some(handle);
+        lease.running = Some(Handle::Function(handle));
         if !leased {
             lease.leased = false;
         }

@@ -48,18 +48,21 @@ fn adoptable() -> HandleParts {
     serde_json::from_value(parts).expect("parts")
 }
 
-fn probed() -> Probed {
-    let description = json!({
+fn description() -> serde_json::Value {
+    json!({
         "config": [0x86, 0x80, 1, 2],
         "bars": [
             {"size": 0x4000, "kind": {"Memory64": {"prefetchable": true}}, "mappable": [{"offset": 0x1000, "len": 0x2000}]},
             null, {"size": 256, "kind": "Io", "mappable": []}, {"size": 4096, "kind": {"Memory32": {"prefetchable": false}}, "mappable": []}, null, null,
         ],
         "intx": true, "msi_vectors": 4, "msix_vectors": 9, "summary": "a function",
-    });
+    })
+}
+
+fn probed() -> Probed {
     let probed = json!({
         "bdf": "0000:03:00.0", "api": "iommufd",
-        "described": {"description": description, "bars": "Lender", "state": 0},
+        "described": {"description": description(), "bars": "Lender", "state": 0},
         "usable": [[0, 0xfedf_ffffu64], [0xfef0_0000u64, 0x7fff_ffff_ffffu64]], "can_reset": true,
     });
     serde_json::from_value(probed).expect("a function")
@@ -128,7 +131,18 @@ fn leases() -> Vec<(&'static str, KeptLease)> {
 /// Since version 2.
 fn later_leases() -> Vec<(&'static str, KeptLease)> {
     let function = KeptDevice::Function(Box::new(probed()), Some(adoptable()));
-    vec![("function-adoptable", lease(function))]
+    let config = json!({
+        "path": "/run/device.sock", "limits": {"max_msg_fds": 8, "max_data_xfer_size": 1 << 20},
+        "described": {"description": description(), "bars": "Lender", "state": 4096},
+    });
+    let server = serde_json::from_value(config).expect("a server");
+    let server = KeptLease {
+        requester: false,
+        windows: Vec::new(),
+        replied: None,
+        ..lease(KeptDevice::Server(Box::new(server)))
+    };
+    vec![("function-adoptable", lease(function)), ("server", server)]
 }
 
 fn report() -> Report {

@@ -1,0 +1,201 @@
+//! What a process sends that goes on with a connection, to a server that answers as the test says.
+
+use std::{
+    io::{Read, Write},
+    os::unix::net::UnixStream,
+    sync::mpsc,
+};
+
+use farside_fabric::memory::SharedMemory;
+use farside_lender_protocol::STATE_PAGE;
+
+use super::*;
+
+const PAGE: u64 = 4096;
+
+/// A request: its command, and its address or type of interrupt.
+type Seen = (u16, u64);
+
+const DMA_MAP: u16 = 2;
+const DMA_UNMAP: u16 = 3;
+const SET_IRQS: u16 = 8;
+
+fn vectors() -> IrqCounts {
+    IrqCounts::new().with_intx().with_msix(4).unwrap()
+}
+
+/// A server that refuses what `refuses` says, and what it is asked.
+fn server(refuses: impl Fn(Seen) -> bool + Send + 'static) -> (Server, mpsc::Receiver<Seen>) {
+    let (socket, peer) = UnixStream::pair().unwrap();
+    let (sender, seen) = mpsc::channel();
+    std::thread::spawn(move || answer(peer, &sender, refuses));
+    let limits = Limits {
+        max_msg_fds: 8,
+        max_data_xfer_size: PAGE,
+    };
+    let device = Device {
+        can_reset: true,
+        config: Vec::new(),
+        regions: Vec::new(),
+        counts: vectors(),
+        files: [const { None }; 6],
+    };
+    let client = Client::resume(socket.into(), limits);
+    let (server, _) = Server::with_device(client, Path::new("/run/device"), device).unwrap();
+    (Arc::into_inner(server).unwrap(), seen)
+}
+
+/// Answers requests until the connection ends.
+fn answer(mut peer: UnixStream, seen: &mpsc::Sender<Seen>, refuses: impl Fn(Seen) -> bool) {
+    const REPLY: u32 = 1;
+    const ERROR: u32 = 1 << 5;
+    fn u32_at(bytes: &[u8], at: usize) -> u32 {
+        u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap())
+    }
+    let mut header = [0; 16];
+    while peer.read_exact(&mut header).is_ok() {
+        let mut payload = vec![0; u32_at(&header, 4) as usize - 16];
+        peer.read_exact(&mut payload).unwrap();
+        let command = u16::from_ne_bytes([header[2], header[3]]);
+        let of = match command {
+            DMA_MAP => u32_at(&payload, 16),
+            _ => u32_at(&payload, 8),
+        };
+        let request = (command, of.into());
+        seen.send(request).unwrap();
+        let (flags, errno) = match refuses(request) {
+            true => (REPLY | ERROR, 17u32),
+            false => (REPLY, 0),
+        };
+        header[4..8].copy_from_slice(&16u32.to_ne_bytes());
+        header[8..12].copy_from_slice(&flags.to_ne_bytes());
+        header[12..].copy_from_slice(&errno.to_ne_bytes());
+        peer.write_all(&header).unwrap();
+    }
+}
+
+fn page() -> HostSlice {
+    let len = STATE_PAGE as usize;
+    let memory = SharedMemory::anonymous(len).unwrap();
+    memory.slice(0, len).unwrap()
+}
+
+/// A record in which a process has left these mappings.
+fn left(mappings: &[((u64, u64), State)]) -> HostSlice {
+    let page = page();
+    let mut record = Record::start(page.clone());
+    for (range, state) in mappings {
+        record.set(*range, *state);
+    }
+    page
+}
+
+fn map(server: &Server, at: u64, pages: u64) -> Result<(), FabricError> {
+    let len = (pages * PAGE) as usize;
+    let memory = SharedMemory::anonymous(len).unwrap();
+    let memory = memory.slice(0, len).unwrap();
+    let file = File::open("/dev/zero").unwrap();
+    server.map(Iova::new(at), &memory, &file, true)
+}
+
+#[test]
+fn what_is_mapped_already_is_not_mapped_again() {
+    let (server, seen) = server(|_| false);
+    let page = left(&[((0, PAGE), State::Mapped)]);
+    assert!(server.record_in(&page, true));
+    map(&server, 0, 1).unwrap();
+    map(&server, 4 * PAGE, 2).unwrap();
+    server.settle().unwrap();
+    let expected = [
+        (DMA_MAP, 4 * PAGE),
+        // Interrupts that are not set up again.
+        (SET_IRQS, IrqIndex::Intx as u64),
+        (SET_IRQS, IrqIndex::Msix as u64),
+    ];
+    assert_eq!(seen.try_iter().collect::<Vec<_>>(), expected);
+    let (_, left) = Record::resume(page).unwrap();
+    let mapped = |len| (len, State::Mapped);
+    let expected = [(0, mapped(PAGE)), (4 * PAGE, mapped(2 * PAGE))];
+    assert_eq!(left, Inherited::from(expected));
+    // Once.
+    server.settle().unwrap();
+    assert_eq!(seen.try_recv().ok(), None);
+}
+
+#[test]
+fn what_is_left_and_not_wanted_is_unmapped() {
+    let (server, seen) = server(|seen| seen == (DMA_UNMAP, 8 * PAGE));
+    let page = left(&[
+        ((0, 2 * PAGE), State::Mapped),
+        ((4 * PAGE, PAGE), State::Mapped),
+        // Which the server has unmapped, and not said so.
+        ((8 * PAGE, PAGE), State::Asked),
+    ]);
+    assert!(server.record_in(&page, true));
+    // Another range than that of the former process.
+    map(&server, PAGE, 1).unwrap();
+    server.settle().unwrap();
+    let seen: Vec<Seen> = seen.try_iter().filter(|(of, _)| *of != SET_IRQS).collect();
+    let expected = [
+        (DMA_UNMAP, 0),
+        (DMA_MAP, PAGE),
+        (DMA_UNMAP, 4 * PAGE),
+        (DMA_UNMAP, 8 * PAGE),
+    ];
+    assert_eq!(seen, expected);
+    let (_, left) = Record::resume(page).unwrap();
+    assert_eq!(left, Inherited::from([(PAGE, (PAGE, State::Mapped))]));
+}
+
+#[test]
+fn a_mapping_in_doubt_may_be_there() {
+    let (server, seen) = server(|(command, _)| command == DMA_MAP);
+    let page = left(&[((0, PAGE), State::Asked)]);
+    assert!(server.record_in(&page, true));
+    map(&server, 0, 1).unwrap();
+    // One that nobody has asked for is refused.
+    map(&server, PAGE, 1).unwrap_err();
+    assert_eq!(seen.try_iter().count(), 2);
+    let (_, left) = Record::resume(page).unwrap();
+    assert_eq!(left, Inherited::from([(0, (PAGE, State::Mapped))]));
+}
+
+#[test]
+fn interrupts_that_are_set_up_again_stay() {
+    let (server, seen) = server(|_| false);
+    assert!(server.record_in(&left(&[]), true));
+    let range = IrqRange::new(&vectors(), IrqIndex::Msix as u32, 0, 4).unwrap();
+    let none = IrqData::Targets(vec![None; 4]);
+    let request = SetIrqs::new(range, Action::Trigger, none).unwrap();
+    server.set_irqs(&request).unwrap();
+    server.settle().unwrap();
+    let expected = [
+        (SET_IRQS, IrqIndex::Msix as u64),
+        (SET_IRQS, IrqIndex::Intx as u64),
+    ];
+    assert_eq!(seen.try_iter().collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn nobody_goes_on_with_a_server_that_does_dma_by_messages() {
+    let (server, _seen) = server(|_| false);
+    let page = page();
+    assert!(server.record_in(&page, false));
+    map(&server, 0, 1).unwrap();
+    assert!(Record::resume(page.clone()).is_some());
+    assert!(server.lock().mapped.read(0, &mut [0; 4]));
+    assert!(!server.record_in(&page, true));
+}
+
+#[test]
+fn a_record_that_a_borrower_has_written_costs_nobody_else() {
+    let (server, seen) = server(|(command, _)| command == DMA_UNMAP);
+    let last = !0xfff;
+    let page = left(&[((last, u64::MAX), State::Mapped), ((0, 0), State::Mapped)]);
+    assert!(server.record_in(&page, true));
+    map(&server, last, 1).unwrap();
+    map(&server, 0, 1).unwrap();
+    server.settle().unwrap();
+    let maps = seen.try_iter().filter(|(of, _)| *of == DMA_MAP);
+    assert_eq!(maps.count(), 2);
+}
