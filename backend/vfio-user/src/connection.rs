@@ -21,10 +21,10 @@ use std::os::unix::net::UnixStream;
 use farside_keeper::{DeviceFile, Journal, JournalError, Kept, Received};
 use rustix::io::Errno;
 
-use super::header::{HEADER_SIZE, Header, ReplyTo};
 use super::reply::{self, Reply};
 use super::stream::Stream;
 use super::{MAX_MESSAGE_SIZE, MAX_MSG_FDS, MAX_QUEUED_BYTES};
+use farside_vfio_user_wire::{HEADER_SIZE, Header, ReplyTo};
 
 /// Bytes of a `DEVICE_SET_IRQS` without data: the shortest message that may
 /// carry descriptors.

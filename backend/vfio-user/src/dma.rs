@@ -26,8 +26,8 @@ use rustix::io::Errno;
 
 use super::Command;
 use super::connection::{Connection, ConnectionError};
-use super::header::{self, Header};
-use super::wire::Put;
+use farside_vfio_user_wire::Put;
+use farside_vfio_user_wire::{Header, begin_command, finish};
 
 /// Bytes of a payload besides its data, in either layout.
 const FIXED: usize = 16;
@@ -259,10 +259,10 @@ impl<T> DmaCommands<T> {
 
     fn probe(&mut self, due: Instant) {
         let id = self.id();
-        let start = header::begin_command(id, Command::DmaWrite, &mut self.output);
+        let start = begin_command(id, Command::DmaWrite, &mut self.output);
         self.output.put_u64(0);
         self.output.put_u64(1 << 32);
-        header::finish(&mut self.output[start..]);
+        finish(&mut self.output[start..]);
         self.layout = Layout::Probing(id, due);
     }
 
@@ -281,7 +281,7 @@ impl<T> DmaCommands<T> {
     fn send(&mut self, access: Access, data: &[u8], due: Instant, tag: T) {
         let id = self.id();
         let out = &mut self.output;
-        let start = header::begin_command(id, access.command, out);
+        let start = begin_command(id, access.command, out);
         out.put_u64(access.address);
         out.put_u32(access.count);
         match self.layout {
@@ -294,7 +294,7 @@ impl<T> DmaCommands<T> {
                 out.extend_from_slice(data);
             }
         }
-        header::finish(&mut out[start..]);
+        finish(&mut out[start..]);
         self.sent.push_back(Sent {
             id,
             access,

@@ -50,10 +50,8 @@
 #![forbid(unsafe_code)]
 
 mod client_log;
-mod command;
 pub mod connection;
 pub mod dma;
-mod header;
 pub mod listener;
 pub mod refusal;
 pub mod region;
@@ -63,13 +61,10 @@ pub mod serve;
 pub mod session;
 mod stream;
 pub mod version;
-mod wire;
 
 pub use client_log::ClientLog;
-pub use command::Command;
 pub use connection::{Connection, ConnectionError, Message};
 pub use dma::{DmaCommands, Matched, TooMany};
-pub use header::{HEADER_SIZE, Header, MessageType, ReplyTo};
 pub use listener::{AcceptError, Listener, Slot};
 pub use refusal::{Fate, Refusal};
 pub use region::{Mappable, Region, RegionInfo, SparseArea};
@@ -77,6 +72,8 @@ pub use reply::{DeviceInfo, Reply};
 pub use request::{DmaMap, DmaUnmap, RegionWrite, Request, WriteMulti};
 pub use session::Session;
 pub use version::Negotiated;
+
+pub use farside_vfio_user_wire::{Command, HEADER_SIZE, Header, MessageType, ReplyTo};
 
 /// Most data bytes of one region read or write, offered as
 /// `max_data_xfer_size`: the specification's default.

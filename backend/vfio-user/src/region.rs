@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 
 use super::refusal::Refusal;
-use super::wire::Put;
+use farside_vfio_user_wire::Put;
 
 /// Number of regions of a PCI device, as in `linux/vfio.h`
 /// (`VFIO_PCI_NUM_REGIONS`).

@@ -4,11 +4,11 @@ use std::os::fd::BorrowedFd;
 
 use farside_irq_relay::{IrqIndex, IrqInfo};
 
-use super::header::{ReplyTo, finish};
 use super::region::{NUM_REGIONS, Region, RegionInfo};
 use super::request::DmaUnmap;
 use super::version::Negotiated;
-use super::wire::Put;
+use farside_vfio_user_wire::Put;
+use farside_vfio_user_wire::{ReplyTo, finish};
 use rustix::io::Errno;
 
 /// A reply to the request of the same name.

@@ -7,8 +7,8 @@ use farside_irq_relay::{IrqIndex, SetIrqsMessage};
 use super::refusal::Refusal;
 use super::region::{REGION_INFO_SIZE, Region};
 use super::version::Negotiated;
-use super::wire::Cursor;
 use super::{Command, DMA_PAGE_SIZE, MAX_DATA_XFER_SIZE};
+use farside_vfio_user_wire::Cursor;
 
 /// A request that is valid by the protocol. The device checks the rest, such as
 /// accesses against the size of a region.

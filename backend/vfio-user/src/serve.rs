@@ -1,12 +1,12 @@
 //! Serves a connection's requests through a session and a handler.
 
 use super::connection::{Connection, ConnectionError, Message};
-use super::header::{Header, MessageType};
 use super::refusal::{Fate, Refusal};
 use super::reply::Reply;
 use super::request::Request;
 use super::session::Session;
 use super::{Errno, MAX_MESSAGE_SIZE, ReplyTo};
+use farside_vfio_user_wire::{Header, MessageType};
 
 /// So many processes may end in the middle of a request. Then it is answered with an error.
 const MOST_TRIES: usize = 3;

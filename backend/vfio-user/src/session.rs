@@ -1,11 +1,11 @@
 //! From framed messages to typed requests.
 
 use super::connection::Message;
-use super::header::{HEADER_SIZE, MessageType};
 use super::refusal::Refusal;
 use super::request::Request;
 use super::version::Negotiated;
 use super::{Command, MAX_MESSAGE_SIZE};
+use farside_vfio_user_wire::{HEADER_SIZE, MessageType};
 
 /// A connection's negotiated state. Does no I/O.
 #[derive(Debug, Default)]

@@ -4,11 +4,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::refusal::Refusal;
-use super::wire::{Cursor, Put};
 use super::{
     Command, DMA_PAGE_SIZE, MAX_DATA_XFER_SIZE, MAX_DMA_MAPS, MAX_MSG_FDS, VERSION_MAJOR,
     VERSION_MINOR,
 };
+use farside_vfio_user_wire::{Cursor, Put};
 
 /// Longest accepted version data, in bytes. QEMU's has about 200; the limit keeps a
 /// client from feeding the JSON parser a megabyte.

@@ -10,13 +10,13 @@ use std::{
 };
 
 use farside_irq_relay::{Action, IrqData, IrqTarget, SetIrqs, wire as irq};
+use farside_vfio_user_wire::{Cursor, MessageType};
 use serde::{Deserialize, Serialize};
 
 use crate::{
     CONFIG_REGION, ClientError, Command, DeviceInfo, MAX_DATA, REQUEST_TIMEOUT, RegionInfo,
     info::{self, Region},
     socket::{self, MAX_FDS},
-    wire::Cursor,
 };
 
 /// The version of the protocol.
@@ -167,7 +167,7 @@ impl Client {
             REQUEST_TIMEOUT,
             &mut NoMemory,
         )?;
-        let mut cursor = Cursor(&payload);
+        let mut cursor = Cursor::new(&payload);
         let (major, minor) = (cursor.u16(), cursor.u16());
         let invalid = |problem: String| ClientError::Invalid { command, problem };
         if (major, minor.is_some()) != (Some(MAJOR), true) {
@@ -176,7 +176,7 @@ impl Client {
                 "version {major:?}.{minor:?}, this is a client of version {MAJOR}.{MINOR}"
             )));
         }
-        let data = cursor.0;
+        let data = cursor.rest();
         let data = data.strip_suffix(b"\0").unwrap_or(data);
         let stated = match data.is_empty() {
             true => Ok(Stated::default()),
@@ -406,7 +406,7 @@ impl Client {
             }
             let deadline = (Instant::now() + REQUEST_TIMEOUT, REQUEST_TIMEOUT);
             let begun = self.receive_header(command, deadline, &mut Vec::new())?;
-            if begun.header.is_reply() {
+            if begun.header.message_type() == MessageType::Reply {
                 let problem = "a reply to no request".to_owned();
                 return self.checked(command, Err(problem));
             }

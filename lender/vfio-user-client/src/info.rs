@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, os::fd::OwnedFd};
 
-use crate::wire::Cursor;
+use farside_vfio_user_wire::Cursor;
 
 /// Bytes of the region info structure without capabilities.
 pub(crate) const REGION_INFO: usize = 32;
@@ -34,7 +34,7 @@ pub struct DeviceInfo {
 
 impl DeviceInfo {
     pub(crate) fn decode(payload: &[u8]) -> Result<Self, String> {
-        let mut cursor = Cursor(payload);
+        let mut cursor = Cursor::new(payload);
         let fields = (cursor.u32(), cursor.u32(), cursor.u32(), cursor.u32());
         let (Some(_), Some(flags), Some(regions), Some(irqs)) = fields else {
             return Err(format!("{} bytes", payload.len()));
@@ -78,7 +78,7 @@ pub(crate) enum Region {
 
 impl Region {
     pub(crate) fn decode(payload: &[u8], index: u32, fd: Option<OwnedFd>) -> Result<Self, String> {
-        let mut cursor = Cursor(payload);
+        let mut cursor = Cursor::new(payload);
         let fields = (
             (cursor.u32(), cursor.u32(), cursor.u32()),
             (cursor.u32(), cursor.u64(), cursor.u64()),
@@ -127,7 +127,7 @@ fn sparse_areas(payload: &[u8], at: u32, size: u64) -> Result<Option<Vec<SparseA
             return Err(format!("its capabilities loop at offset {at}"));
         }
         let rest = payload.get(at as usize..).unwrap_or_default();
-        let mut cursor = Cursor(rest);
+        let mut cursor = Cursor::new(rest);
         let (Some(id), Some(_), Some(next)) = (cursor.u16(), cursor.u16(), cursor.u32()) else {
             return Err(format!("a capability at offset {at} is beyond its end"));
         };
@@ -169,7 +169,7 @@ fn sparse_areas(payload: &[u8], at: u32, size: u64) -> Result<Option<Vec<SparseA
 
 /// The number of vectors of `DEVICE_GET_IRQ_INFO`.
 pub(crate) fn irq_count(payload: &[u8], index: u32) -> Result<u32, String> {
-    let mut cursor = Cursor(payload);
+    let mut cursor = Cursor::new(payload);
     let fields = (cursor.u32(), cursor.u32(), cursor.u32(), cursor.u32());
     let (Some(_), Some(_), Some(of), Some(count)) = fields else {
         return Err(format!("{} bytes", payload.len()));

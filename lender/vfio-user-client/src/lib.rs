@@ -19,8 +19,8 @@ mod socket;
 mod wire;
 
 pub use client::{Client, Limits, Memory, NoMemory};
+pub use farside_vfio_user_wire::Command;
 pub use info::{DeviceInfo, RegionInfo, SparseArea};
-pub use wire::Command;
 
 use std::{io, time::Duration};
 

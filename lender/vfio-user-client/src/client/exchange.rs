@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_vfio_user_wire::{Cursor, HEADER_SIZE, Header, MessageType};
 use rustix::{
     io::Errno,
     net::{Shutdown, shutdown},
@@ -14,7 +15,7 @@ use super::{Client, Memory};
 use crate::{
     ClientError, Command, MAX_DATA, REQUEST_TIMEOUT,
     socket::{self, SocketError},
-    wire::{Cursor, HEADER, Header, Message},
+    wire::Message,
 };
 
 /// A message of which the header is known.
@@ -83,12 +84,12 @@ impl Client {
             let mut fds = Vec::new();
             let begun = self.receive_header(command, deadline, &mut fds)?;
             let header = begun.header;
-            if !header.is_reply() {
+            if header.message_type() != MessageType::Reply {
                 self.answer(begun, command, deadline, memory)?;
                 continue;
             }
-            let bytes = header.size as usize - HEADER;
-            let expected = (id, command as u16);
+            let bytes = header.size as usize - HEADER_SIZE;
+            let expected = (id, command.number());
             let is_expected = (header.id, header.command) == expected;
             if !is_expected && self.adopted {
                 self.receive_rest(begun, command, &mut fds, deadline)?;
@@ -104,9 +105,12 @@ impl Client {
             }
             self.adopted = false;
             let payload = self.receive_rest(begun, command, &mut fds, deadline)?;
-            return match header.errno() {
-                None => Ok((payload, fds)),
-                Some(errno) => Err(ClientError::Refused { command, errno }),
+            return match header.is_error() {
+                false => Ok((payload, fds)),
+                true => Err(ClientError::Refused {
+                    command,
+                    errno: header.error,
+                }),
             };
         }
     }
@@ -119,19 +123,19 @@ impl Client {
         deadline: (Instant, Duration),
         fds: &mut Vec<OwnedFd>,
     ) -> Result<Begun, ClientError> {
-        let mut bytes = [0; HEADER];
+        let mut bytes = [0; HEADER_SIZE];
         let peeked = socket::peek(&self.socket, &mut bytes, deadline.0);
         let peeked = peeked.map_err(|error| self.broken(command, error, deadline.1))?;
         let received = match peeked {
-            HEADER => 0,
+            HEADER_SIZE => 0,
             _ => {
                 self.receive(command, &mut bytes, fds, deadline)?;
-                HEADER
+                HEADER_SIZE
             }
         };
         let header = Header::decode(&bytes);
         // Data, the fields before it, and the header.
-        if !(HEADER..=HEADER + 16 + MAX_DATA).contains(&(header.size as usize)) {
+        if !(HEADER_SIZE..=HEADER_SIZE + 16 + MAX_DATA).contains(&(header.size as usize)) {
             let problem = format!("a message of {} bytes", header.size);
             return self.checked(command, Err(problem));
         }
@@ -148,7 +152,7 @@ impl Client {
     ) -> Result<Vec<u8>, ClientError> {
         let mut bytes = vec![0; begun.header.size as usize - begun.received];
         self.receive(command, &mut bytes, fds, deadline)?;
-        Ok(bytes.split_off(HEADER - begun.received))
+        Ok(bytes.split_off(HEADER_SIZE - begun.received))
     }
 
     /// Serves a command of the server's while `command` waits.
@@ -161,40 +165,36 @@ impl Client {
     ) -> Result<(), ClientError> {
         let header = begun.header;
         let payload = self.receive_rest(begun, command, &mut Vec::new(), deadline)?;
-        let refused = |errno: Errno| Message::reply(&header, Some(errno.raw_os_error() as u32));
-        let mut cursor = Cursor(&payload);
+        let to = header.reply_to();
+        let refused = |errno: Errno| Message::reply(to, Some(errno.raw_os_error() as u32));
+        let mut cursor = Cursor::new(&payload);
         let fields = (cursor.u64(), cursor.u64());
-        let reply = match (header.command, fields) {
-            (number, (Some(address), Some(count)))
-                if number == Command::DmaRead as u16
-                    && cursor.0.is_empty()
-                    && count <= MAX_DATA as u64 =>
+        let data = cursor.rest();
+        let reply = match (Command::from_number(header.command), fields) {
+            (Some(Command::DmaRead), (Some(address), Some(count)))
+                if data.is_empty() && count <= MAX_DATA as u64 =>
             {
                 let mut data = vec![0; count as usize];
                 match memory.read(address, &mut data) {
-                    true => Message::reply(&header, None)
+                    true => Message::reply(to, None)
                         .u64(address)
                         .u64(count)
                         .bytes(&data),
                     false => refused(Errno::FAULT),
                 }
             }
-            (number, (Some(address), Some(count)))
-                if number == Command::DmaWrite as u16 && count == cursor.0.len() as u64 =>
+            (Some(Command::DmaWrite), (Some(address), Some(count)))
+                if count == data.len() as u64 =>
             {
-                match memory.write(address, cursor.0) {
-                    true => Message::reply(&header, None).u64(address).u64(count),
+                match memory.write(address, data) {
+                    true => Message::reply(to, None).u64(address).u64(count),
                     false => refused(Errno::FAULT),
                 }
             }
-            (number, _)
-                if [Command::DmaRead as u16, Command::DmaWrite as u16].contains(&number) =>
-            {
-                refused(Errno::INVAL)
-            }
+            (Some(Command::DmaRead | Command::DmaWrite), _) => refused(Errno::INVAL),
             _ => refused(Errno::NOTSUP),
         };
-        if !header.wants_reply() {
+        if !to.wanted() {
             return Ok(());
         }
         let sent = socket::send(&self.socket, &reply.finish(), &[], deadline.0);

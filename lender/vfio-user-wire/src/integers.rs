@@ -8,6 +8,7 @@
 pub struct Cursor<'a>(&'a [u8]);
 
 impl<'a> Cursor<'a> {
+    /// Of a payload.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
@@ -18,14 +19,17 @@ impl<'a> Cursor<'a> {
         Some(*head)
     }
 
+    /// 16 bits.
     pub fn u16(&mut self) -> Option<u16> {
         self.take().map(u16::from_ne_bytes)
     }
 
+    /// 32 bits.
     pub fn u32(&mut self) -> Option<u32> {
         self.take().map(u32::from_ne_bytes)
     }
 
+    /// 64 bits.
     pub fn u64(&mut self) -> Option<u64> {
         self.take().map(u64::from_ne_bytes)
     }
@@ -38,8 +42,11 @@ impl<'a> Cursor<'a> {
 
 /// Appends integers to a message.
 pub trait Put {
+    /// 16 bits.
     fn put_u16(&mut self, value: u16);
+    /// 32 bits.
     fn put_u32(&mut self, value: u32);
+    /// 64 bits.
     fn put_u64(&mut self, value: u64);
 }
 

@@ -1,7 +1,6 @@
 //! The 16 bytes before every message ("Header").
 
-use super::Command;
-use super::wire::{Cursor, Put};
+use crate::{Command, Cursor, Put};
 
 /// Bytes of a header.
 pub const HEADER_SIZE: usize = 16;
@@ -42,9 +41,9 @@ pub enum MessageType {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a command without a reply hangs the client"]
 pub struct ReplyTo {
-    pub(super) id: u16,
-    pub(super) command: u16,
-    pub(super) wanted: bool,
+    id: u16,
+    command: u16,
+    wanted: bool,
 }
 
 impl Header {
@@ -98,7 +97,7 @@ impl ReplyTo {
     }
 
     /// Starts a reply in `out`: a header whose size [`finish`] fills in.
-    pub(super) fn begin(&self, error: Option<u32>, out: &mut Vec<u8>) {
+    pub fn begin(&self, error: Option<u32>, out: &mut Vec<u8>) {
         out.put_u16(self.id);
         out.put_u16(self.command);
         out.put_u32(HEADER_SIZE as u32);
@@ -109,7 +108,7 @@ impl ReplyTo {
 
 /// Appends the header of a server command, whose size [`finish`] fills in. Returns the
 /// header's offset in `out`.
-pub(super) fn begin_command(id: u16, command: Command, out: &mut Vec<u8>) -> usize {
+pub fn begin_command(id: u16, command: Command, out: &mut Vec<u8>) -> usize {
     let start = out.len();
     out.put_u16(id);
     out.put_u16(command.number());
@@ -120,7 +119,7 @@ pub(super) fn begin_command(id: u16, command: Command, out: &mut Vec<u8>) -> usi
 }
 
 /// Writes the size of the message in `out`, which starts with its header.
-pub(super) fn finish(out: &mut [u8]) {
+pub fn finish(out: &mut [u8]) {
     // Bounded by the limit of data transfers, far below 4 GiB.
     let size = out.len() as u32;
     out[4..8].copy_from_slice(&size.to_ne_bytes());
