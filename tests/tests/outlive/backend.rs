@@ -36,6 +36,9 @@ fn wait_next(cluster: &Cluster, keeper: &Daemon, kills: u64) {
     }
 }
 
+/// Least time between two kills: a keeper starts no backend again of which 100 have ended in 10 s.
+const INTERVAL: Duration = Duration::from_millis(110);
+
 fn kill_backends(disk: Disk, count: u64) {
     let cluster = Cluster::in_memory().unwrap();
     let medium = disk.medium(&cluster);
@@ -49,9 +52,11 @@ fn kill_backends(disk: Disk, count: u64) {
             let [backend] = keeper.children()[..] else {
                 panic!("the keeper has one child");
             };
-            kills.push(Instant::now());
+            let killed = Instant::now();
+            kills.push(killed);
             kill_process(backend, Signal::KILL).unwrap();
             wait_next(&cluster, &keeper, round);
+            std::thread::sleep(INTERVAL.saturating_sub(killed.elapsed()));
         }
         kills
     });
