@@ -340,8 +340,12 @@ impl Keeper {
         self.send(&mut state, &ToKeeper::Forget { id }, &[]);
     }
 
-    /// The lender ends, in order: no lease is left.
+    /// The lender ends, in order. What is left are leases whose threads have not ended in time: no other lender finds them.
     pub(crate) fn close(&self) {
+        let left: Vec<u64> = self.lock().leases.keys().copied().collect();
+        for lease in left {
+            self.forget(lease);
+        }
         if self.lock().channel.take().is_some() {
             remove(&self.path);
         }

@@ -39,7 +39,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     chains,
-    refusals::{failed, internal, invalid, unsupported},
+    refusals::{failed, invalid, unsupported},
     source::{Available, BorrowerMemory, DeviceSource, Leased, NotLeased, Report},
     state_file::{LeasePage, StateFile},
 };
@@ -384,9 +384,4 @@ fn local(transport: Transport) -> Result<(), RemoteError> {
             "the device of another vfio-user server is lent to VMs of the lender's host only: it takes guest memory by descriptor",
         )),
     }
-}
-
-/// An error of the client as the borrower's.
-fn lost(error: &ClientError) -> RemoteError {
-    internal(error)
 }

@@ -3,7 +3,7 @@
 
 use std::{ffi::OsString, path::Path, process::Command, time::Duration};
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use farside_scripted_vmm::{
     device::{CONFIG, Device},
     pci,
@@ -12,6 +12,7 @@ use farside_scripted_vmm::{
 };
 use farside_tests::{Cluster, Daemon, MIB, Weight, told, trial};
 use libtest_mimic::{Arguments, Completion, Failed};
+use rustix::process::{Signal, kill_process};
 
 const PROGRAM: &str = "FARSIDE_LIBVFIO_USER_GPIO";
 
@@ -48,7 +49,7 @@ fn test(cluster: &Cluster, program: OsString) -> Result<()> {
         std::thread::yield_now();
     }
     let argument = format!("gpio0={}", socket.display());
-    let _lender = cluster.lend(&["--vfio-user", &argument])?;
+    let lender = cluster.lend(&["--vfio-user", &argument])?;
     let backend = cluster.serve("a", &["gpio0"]).start()?;
     let socket = cluster.directory().join("vm/a/gpio0.sock");
 
@@ -69,6 +70,22 @@ fn test(cluster: &Cluster, program: OsString) -> Result<()> {
     let (mut device, _ram) = connect(&socket)?;
     let after = inputs(&mut device)?;
     ensure!(after == 0xfc, "{after:#x}");
+
+    // The next worker goes on with the connection, and with the device as it is.
+    for round in 1..=5 {
+        let [worker] = lender.workers()[..] else {
+            bail!("not one worker");
+        };
+        kill_process(worker, Signal::KILL)?;
+        let after = inputs(&mut device)?;
+        ensure!(after == 0xfc, "round {round}: {after:#x}");
+    }
+    let status = cluster.status()?;
+    let connection = &status.borrow("a", "gpio0")?.connection;
+    ensure!(
+        connection.as_ref().is_some_and(|it| it.restarts == 5),
+        "{connection:?}"
+    );
 
     server.kill()?;
     let deadline = std::time::Instant::now() + TIMEOUT;

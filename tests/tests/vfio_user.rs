@@ -17,7 +17,7 @@ use farside_scripted_vmm::{
     vectors::Vectors,
 };
 use farside_tests::{BorrowState, Cluster, Daemon, MIB};
-use rustix::process::{Signal, kill_process};
+use rustix::process::{Signal, kill_process, test_kill_process};
 
 /// A part of the name of the VM's memory file.
 const RAM_NAME: &str = "memfd:guest-ram";
@@ -244,6 +244,29 @@ fn a_server_that_is_killed_with_its_worker_is_surprise_removal() {
         assert!(Instant::now() < deadline);
     }
     stage.outer.wait_free("disk1").unwrap();
+}
+
+/// Its keeper ends, too: no other lender would find it.
+#[test]
+fn a_lender_stops_in_time_whatever_a_server_does() {
+    const LIMIT: Duration = Duration::from_secs(5);
+    let mut stage = Stage::new();
+    let socket = stage.outer.directory().join("vm/a/disk1.sock");
+    let vm = Vm::start(connect(&socket));
+    let mut processes = stage.outer_lender.children();
+    assert_eq!(processes.len(), 2, "a worker and a keeper");
+    stage.server.signal(Signal::STOP).unwrap();
+    let began = Instant::now();
+    stage.outer_lender.terminate().unwrap();
+    stage.outer_lender.wait_exit(LIMIT).unwrap();
+    let deadline = Instant::now() + LIMIT;
+    while !processes.is_empty() {
+        assert!(Instant::now() < deadline, "{processes:?} stay");
+        processes.retain(|pid| test_kill_process(*pid).is_ok());
+    }
+    println!("stopped after {:?}", began.elapsed());
+    stage.server.signal(Signal::CONT).unwrap();
+    drop(vm);
 }
 
 #[test]

@@ -160,7 +160,7 @@ struct WorkerLease<'a> {
     chain: Option<GrantedChain>,
     /// The end of a medium's lease, which is released once its writes are flushed.
     ended: Option<Release>,
-    /// The end of a function's, whose DMA could not be stopped at once.
+    /// The end of the lease of a device that runs, whose DMA could not be stopped at once.
     over: Option<Release>,
     vm: VmName,
     generation: Generation,

@@ -185,7 +185,7 @@ impl LeasedDevice for LeasedServer {
     }
 
     fn is_left_running(&self) -> bool {
-        self.lease_page.is_some() && !self.is_gone()
+        self.lease_page.is_some() && self.server.can_be_adopted()
     }
 
     fn irqs(&mut self) -> &mut dyn Irqs {
@@ -257,6 +257,7 @@ impl LeasedDevice for LeasedServer {
                 Err(error) => log::warn!("{}: {error}", server.path().display()),
             }
         }
+        server.end();
         owner
     }
 }

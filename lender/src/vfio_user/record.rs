@@ -8,10 +8,7 @@
 //!
 //! The borrower can write to it. What it can reach by that is its own device, and its own memory.
 
-use std::{
-    collections::BTreeMap,
-    sync::atomic::Ordering::{Acquire, Release},
-};
+use std::sync::atomic::Ordering::{Acquire, Release};
 
 use farside_fabric::memory::HostSlice;
 use farside_lender_protocol::STATE_PAGE;
@@ -36,8 +33,8 @@ pub(super) enum State {
 /// A range of the device's addresses: its IOVA and bytes.
 pub(super) type Range = (u64, u64);
 
-/// The mappings of the processes before this one, by IOVA.
-pub(super) type Inherited = BTreeMap<u64, (u64, State)>;
+/// The mappings of the processes before this one.
+pub(super) type Inherited = Vec<(Range, State)>;
 
 /// The record, which this process alone writes.
 #[derive(Debug)]
@@ -45,6 +42,7 @@ pub(super) struct Record {
     page: HostSlice,
     /// The mapping of each entry.
     entries: Vec<Option<Range>>,
+    is_void: bool,
 }
 
 impl Record {
@@ -53,6 +51,7 @@ impl Record {
         let record = Self {
             page,
             entries: vec![None; MOST],
+            is_void: false,
         };
         for at in (0..MOST).map(offset) {
             record.put(at, 0);
@@ -75,10 +74,16 @@ impl Record {
                 2 => State::Mapped,
                 _ => continue,
             };
-            *entry = Some((word & !LOW, len));
-            inherited.insert(word & !LOW, (len, state));
+            let range = (word & !LOW, len);
+            *entry = Some(range);
+            inherited.push((range, state));
         }
-        Some((Self { page, entries }, inherited))
+        let record = Self {
+            page,
+            entries,
+            is_void: false,
+        };
+        Some((record, inherited))
     }
 
     /// Records a mapping, before and after the server is asked for it. An entry that it has stays the same.
@@ -105,8 +110,13 @@ impl Record {
     }
 
     /// No process can go on from here.
-    pub(super) fn give_up(&self) {
+    pub(super) fn give_up(&mut self) {
+        self.is_void = true;
         self.put(AT_VOID, 1);
+    }
+
+    pub(super) fn is_void(&self) -> bool {
+        self.is_void
     }
 
     fn put(&self, at: usize, value: u64) {
@@ -144,19 +154,19 @@ mod tests {
         record.clear((0x30_0000, 0x1000));
         let (mut next, inherited) = Record::resume(page.clone()).unwrap();
         let expected = [
-            (0, (0xa_0000, State::Mapped)),
-            (0x10_0000, (0x1000, State::Asked)),
-            (0x20_0000, (0x1000, State::Asked)),
+            ((0, 0xa_0000), State::Mapped),
+            ((0x10_0000, 0x1000), State::Asked),
+            ((0x20_0000, 0x1000), State::Asked),
         ];
-        assert_eq!(inherited, Inherited::from(expected));
+        assert_eq!(inherited, expected);
         next.clear((0, 0xa_0000));
         next.set((0x10_0000, 0x1000), State::Mapped);
         let (_, inherited) = Record::resume(page.clone()).unwrap();
         let expected = [
-            (0x10_0000, (0x1000, State::Mapped)),
-            (0x20_0000, (0x1000, State::Asked)),
+            ((0x10_0000, 0x1000), State::Mapped),
+            ((0x20_0000, 0x1000), State::Asked),
         ];
-        assert_eq!(inherited, Inherited::from(expected));
+        assert_eq!(inherited, expected);
         assert_eq!(page.load_u64(0, Acquire), Some(7));
     }
 
@@ -172,6 +182,6 @@ mod tests {
         assert!(Record::resume(page.clone()).is_none());
         // The next lease begins anew.
         Record::start(page.clone());
-        assert_eq!(Record::resume(page).unwrap().1, Inherited::new());
+        assert_eq!(Record::resume(page).unwrap().1, []);
     }
 }

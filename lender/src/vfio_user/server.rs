@@ -16,7 +16,7 @@ use farside_pci::regs::{COMMAND, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY};
 use farside_vfio_user_client::{CONFIG_REGION, Client, ClientError, Limits, Memory};
 
 use super::{
-    Device, Files, lost,
+    Device, Files,
     record::{Inherited, Record, State},
 };
 use crate::{
@@ -24,7 +24,7 @@ use crate::{
     vfio::{ConfigAccess, Raises},
 };
 
-/// A server, whose device is reset. Calls come from the device's thread.
+/// A server, and its device. Calls come from the device's thread.
 pub(super) struct Server {
     path: PathBuf,
     counts: IrqCounts,
@@ -42,11 +42,25 @@ struct Connection {
     logged: bool,
 }
 
-/// What a process that was killed has set up at the server, and this one has not.
+/// What a process that was killed has set up at the server, as far as this one has not yet.
 struct Left {
     mappings: Inherited,
     /// Types of interrupts that may be enabled.
     irqs: Vec<IrqIndex>,
+    /// Vectors that are set up again, by their type.
+    again: BTreeMap<IrqIndex, u16>,
+}
+
+impl Left {
+    fn set_up_again(&mut self, range: IrqRange) {
+        let index = range.index();
+        self.irqs.retain(|other| *other != index);
+        // The others would tell the guest of an error, or of a removal.
+        if [IrqIndex::Intx, IrqIndex::Msi, IrqIndex::Msix].contains(&index) {
+            let vectors = self.again.entry(index).or_default();
+            *vectors = (*vectors).max(range.vectors().end);
+        }
+    }
 }
 
 /// The memory that the device may access, by its IOVA.
@@ -58,6 +72,22 @@ pub(super) struct Mapped {
 }
 
 impl Mapped {
+    /// A server whose request has no reply when this process is killed waits for that, and serves nothing else: no process
+    /// can go on with it.
+    fn asked_by_message(&mut self) {
+        if let Some(record) = &mut self.record {
+            record.give_up();
+        }
+    }
+
+    fn note(&mut self, range: (u64, u64), state: Option<State>) {
+        match (&mut self.record, state) {
+            (Some(record), Some(state)) => record.set(range, state),
+            (Some(record), None) => record.clear(range),
+            (None, _) => {}
+        }
+    }
+
     /// Calls `copy` with the slices behind `len` bytes at `address`, which must all be there.
     fn each(
         &self,
@@ -87,33 +117,16 @@ impl Mapped {
     }
 }
 
-impl Mapped {
-    /// A server whose request has no reply when this process is killed waits for that, and serves nothing else.
-    fn is_asked_by_message(&self) {
-        if let Some(record) = &self.record {
-            record.give_up();
-        }
-    }
-
-    fn note(&mut self, range: (u64, u64), state: Option<State>) {
-        match (&mut self.record, state) {
-            (Some(record), Some(state)) => record.set(range, state),
-            (Some(record), None) => record.clear(range),
-            (None, _) => {}
-        }
-    }
-}
-
 impl Memory for Mapped {
     fn read(&mut self, address: u64, data: &mut [u8]) -> bool {
-        self.is_asked_by_message();
+        self.asked_by_message();
         self.each(address, data.len(), false, |slice, at| {
             slice.read(&mut data[at]);
         })
     }
 
     fn write(&mut self, address: u64, data: &[u8]) -> bool {
-        self.is_asked_by_message();
+        self.asked_by_message();
         // All or nothing.
         self.each(address, data.len(), true, |_, _| ())
             && self.each(address, data.len(), true, |slice, at| {
@@ -155,8 +168,8 @@ impl Server {
         limits: Limits,
         path: &Path,
     ) -> Result<(Arc<Self>, Files), RemoteError> {
-        let mut client = Client::adopt(socket, limits).map_err(|error| lost(&error))?;
-        let device = Device::read(&mut client).map_err(|error| lost(&error))?;
+        let mut client = Client::adopt(socket, limits).map_err(internal)?;
+        let device = Device::read(&mut client).map_err(internal)?;
         Self::with_device(client, path, device).map_err(internal)
     }
 
@@ -179,7 +192,8 @@ impl Server {
         Ok((Arc::new(server), device.files))
     }
 
-    /// Records what is mapped in `page`, for a process that goes on. With `goes_on` this is one; false: it cannot.
+    /// Records what is mapped in `page`, for the next process. With `goes_on`, this one goes on with what is recorded there;
+    /// returns whether it can.
     pub(super) fn record_in(&self, page: &HostSlice, goes_on: bool) -> bool {
         let mut connection = self.lock();
         if !goes_on {
@@ -194,8 +208,16 @@ impl Server {
         connection.inherited = Some(Left {
             mappings,
             irqs: irqs.filter(|it| self.counts.count(*it) != 0).collect(),
+            again: BTreeMap::new(),
         });
         true
+    }
+
+    /// Whether another process can go on with the connection.
+    pub(super) fn can_be_adopted(&self) -> bool {
+        let connection = self.lock();
+        let record = connection.mapped.record.as_ref();
+        !connection.client.has_ended() && record.is_some_and(|record| !record.is_void())
     }
 
     /// Where it is.
@@ -234,7 +256,7 @@ impl Server {
     /// Resets the device.
     pub(super) fn reset(&self) -> Result<(), RemoteError> {
         self.with(|client, mapped| client.reset(mapped))
-            .map_err(|error| lost(&error))?;
+            .map_err(internal)?;
         self.decode()
     }
 
@@ -254,21 +276,15 @@ impl Server {
         let offset = memory.memory().file_offset() + memory.offset() as u64;
         let size = memory.len() as u64;
         let range = (at.get(), size);
-        let left = self.take_left(range)?;
-        if left != Some(State::Mapped) {
+        if !self.take_left(range)? {
             self.lock().mapped.note(range, Some(State::Asked));
             let mapped =
                 self.with(|client, _| client.dma_map(at.get(), size, (file, offset), writable));
-            match mapped {
-                // The former process was not told that it is mapped.
-                Err(ClientError::Refused { .. }) if left.is_some() => {}
-                Err(error) => {
-                    if !error.is_fatal() {
-                        self.lock().mapped.note(range, None);
-                    }
-                    return Err(FabricError::Other(error.into()));
+            if let Err(error) = mapped {
+                if !error.is_fatal() {
+                    self.lock().mapped.note(range, None);
                 }
-                Ok(()) => {}
+                return Err(FabricError::Other(error.into()));
             }
         }
         let mapped = &mut self.lock().mapped;
@@ -277,34 +293,26 @@ impl Server {
         Ok(())
     }
 
-    /// Whether a process before this one has mapped `range`, if so: what overlaps it otherwise is unmapped.
-    fn take_left(&self, (start, len): (u64, u64)) -> Result<Option<State>, FabricError> {
-        let mut overlap = Vec::new();
-        {
+    /// Returns whether a process before this one has mapped `range`. Unmaps what that has left otherwise where it is.
+    fn take_left(&self, range: (u64, u64)) -> Result<bool, FabricError> {
+        let end = |(start, len): (u64, u64)| start.saturating_add(len);
+        let overlap: Vec<_> = {
             let Some(left) = &mut self.lock().inherited else {
-                return Ok(None);
+                return Ok(false);
             };
-            match left.mappings.get(&start) {
-                Some((had, state)) if *had == len => {
-                    let state = *state;
-                    left.mappings.remove(&start);
-                    return Ok(Some(state));
-                }
-                _ => {}
+            let mappings = &mut left.mappings;
+            if let Some(n) = mappings.iter().position(|it| *it == (range, State::Mapped)) {
+                mappings.swap_remove(n);
+                return Ok(true);
             }
-            let before = |end: u64| left.mappings.range(..end);
-            for (&other, &(other_len, _)) in before(start.saturating_add(len)) {
-                if other.saturating_add(other_len) > start {
-                    overlap.push((other, other_len));
-                }
-            }
-            left.mappings
-                .retain(|other, (other_len, _)| !overlap.contains(&(*other, *other_len)));
-        }
+            let overlaps = |other: (u64, u64)| other.0 < end(range) && end(other) > range.0;
+            let extracted = mappings.extract_if(.., |(other, _)| overlaps(*other));
+            extracted.map(|(other, _)| other).collect()
+        };
         overlap
             .into_iter()
-            .try_for_each(|range| self.drop_left(range))?;
-        Ok(None)
+            .try_for_each(|other| self.drop_left(other))?;
+        Ok(false)
     }
 
     /// Unmaps what a process before this one may have mapped.
@@ -320,26 +328,33 @@ impl Server {
     }
 
     /// Once what the former process had set up and is still wanted is set up again, takes down what else there is of that
-    /// one, mappings and interrupts.
+    /// one, mappings and interrupts. Signals each interrupt that is set up again: one may have been lost meanwhile.
     pub(super) fn settle(&self) -> Result<(), FabricError> {
-        let Some(Left { mappings, irqs }) = self.lock().inherited.take() else {
+        let Some(left) = self.lock().inherited.take() else {
             return Ok(());
         };
-        for (start, (len, _)) in mappings {
-            self.drop_left((start, len))?;
+        for (range, _) in left.mappings {
+            self.drop_left(range)?;
         }
-        for index in irqs {
-            let range = IrqRange::new(&self.counts, index as u32, 0, 0);
-            let none = range
+        // Of no vector: disables the type.
+        let disabled = left.irqs.into_iter().map(|index| (index, 0));
+        for (index, vectors) in disabled.chain(left.again) {
+            let range = IrqRange::new(&self.counts, index as u32, 0, vectors.into());
+            let request = range
                 .and_then(|range| SetIrqs::new(range, Action::Trigger, IrqData::None))
                 .map_err(|error| FabricError::Other(error.into()))?;
-            match self.with(|client, _| client.set_irqs(&none)) {
+            match self.with(|client, _| client.set_irqs(&request)) {
                 // They are not enabled.
                 Ok(()) | Err(ClientError::Refused { .. }) => {}
                 Err(error) => return Err(FabricError::Other(error.into())),
             }
         }
         Ok(())
+    }
+
+    /// Ends the connection.
+    pub(super) fn end(&self) {
+        self.lock().client.end();
     }
 
     /// Ends that. A server that does not answer has lost its connection, and nothing else can be done.
@@ -413,13 +428,15 @@ impl Raises for Server {
     }
 
     fn set_irqs(&self, request: &SetIrqs) -> Result<(), RemoteError> {
-        if let Some(left) = &mut self.lock().inherited
-            && request.action() == Action::Trigger
-        {
-            left.irqs.retain(|index| *index != request.range().index());
-        }
         self.with(|client, _| client.set_irqs(request))
-            .map_err(|error| lost(&error))
+            .map_err(internal)?;
+        let range = request.range();
+        if let Some(left) = &mut self.lock().inherited
+            && matches!(request.data(), IrqData::Targets(_))
+        {
+            left.set_up_again(range);
+        }
+        Ok(())
     }
 }
 
@@ -430,12 +447,12 @@ impl ConfigAccess for Server {
 
     fn config_read(&self, offset: u64, data: &mut [u8]) -> Result<(), RemoteError> {
         self.with(|client, mapped| client.region_read(CONFIG_REGION, offset, data, mapped))
-            .map_err(|error| lost(&error))
+            .map_err(internal)
     }
 
     fn config_write(&self, offset: u64, data: &[u8]) -> Result<(), RemoteError> {
         self.with(|client, mapped| client.region_write(CONFIG_REGION, offset, data, mapped))
-            .map_err(|error| lost(&error))
+            .map_err(internal)
     }
 }
 

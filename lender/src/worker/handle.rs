@@ -14,8 +14,9 @@ use rustix::{
 
 use crate::vfio_user::ServerConfig;
 
-/// Timeout for a server to close a connection that has ended.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Timeout for a server to close a connection that has ended. With the time of a worker to end, shorter than the lender waits
+/// for its threads.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// A handle on a device that goes on without its worker, to stop its DMA, and for the next worker.
 #[derive(Debug)]
@@ -82,6 +83,10 @@ impl Handle {
                 Ok(())
             }
         }
+    }
+
+    pub(crate) fn is_server(&self) -> bool {
+        matches!(self, Self::Server(_))
     }
 
     /// Whether another worker can go on with the device.

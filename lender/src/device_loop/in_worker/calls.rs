@@ -150,6 +150,8 @@ impl WorkerLease<'_> {
                     true => self.release(how),
                     false => self.over = Some(how),
                 }
+                // There is nothing more to close.
+                self.running = self.running.take().filter(|it| !it.is_server());
                 self.kill_in(EXIT_TIMEOUT);
                 CallReply::Done
             }

@@ -112,6 +112,9 @@ impl WorkerDevice {
                         let _ = record.map(|mut record| record.forget());
                     }
                 }
+                if !kept.is_some_and(|chain| chain.goes_on) {
+                    self.let_run_end();
+                }
                 Err((borrower.channel(), StartError::Send(error)))
             }
         }

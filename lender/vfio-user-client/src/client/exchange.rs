@@ -81,6 +81,10 @@ impl Client {
         let sent = socket::send(&self.socket, &message.finish(), fds, deadline.0);
         sent.map_err(|error| self.broken(command, error, limit))?;
         loop {
+            // A server may send more than it is asked for.
+            if Instant::now() >= deadline.0 {
+                return Err(self.broken(command, SocketError::TimedOut, limit));
+            }
             let mut fds = Vec::new();
             let begun = self.receive_header(command, deadline, &mut fds)?;
             let header = begun.header;
@@ -238,10 +242,10 @@ impl Client {
         }
     }
 
-    /// Ends the connection: what comes next is not the reply to a request.
-    pub(super) fn end(&mut self) {
+    /// Ends the connection: nothing that comes on it is received.
+    pub fn end(&mut self) {
         self.ended = true;
-        // Fails if the server has ended it.
-        let _ = shutdown(&self.socket, Shutdown::Both);
+        // Fails if the server has ended it. Who has a duplicate of the socket may wait for the server to close it.
+        let _ = shutdown(&self.socket, Shutdown::Write);
     }
 }
