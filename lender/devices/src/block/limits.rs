@@ -204,10 +204,24 @@ impl Throttle {
             self.held = false;
             return true;
         }
-        let due = self.paces.due().filter(|_| self.held);
+        self.arm(self.paces.due().filter(|_| self.held));
+        false
+    }
+
+    /// Has the timer that has expired be readable no more: its owner is awake.
+    pub(super) fn notice(&mut self) {
+        if self.armed.is_some_and(|at| at <= Instant::now()) {
+            self.arm(None);
+        }
+    }
+
+    fn arm(&mut self, due: Option<Instant>) {
         if due != self.armed {
+            let now = Instant::now();
             // Zero disarms it.
-            let after = due.map_or(Duration::ZERO, |due| due - now);
+            let after = due.map_or(Duration::ZERO, |due| {
+                (due - now).max(Duration::from_nanos(1))
+            });
             let value = Itimerspec {
                 it_interval: Timespec::default(),
                 it_value: Timespec::try_from(after).unwrap_or_default(),
@@ -216,7 +230,6 @@ impl Throttle {
             let _ = timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &value);
             self.armed = due;
         }
-        false
     }
 
     /// Readable when a command may be taken, or the engine's descriptor is.

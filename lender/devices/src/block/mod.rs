@@ -403,6 +403,9 @@ impl BlockQueue {
     /// Starts queued operations and reaps finished ones; [`BlockQueue::next_done`] returns
     /// finished transfers.
     pub fn turn(&mut self) {
+        if let Some(throttle) = &mut self.throttle {
+            throttle.notice();
+        }
         loop {
             if !self.all_submitted {
                 self.all_submitted = self.engine.submit();

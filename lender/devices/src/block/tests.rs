@@ -326,3 +326,28 @@ fn an_owner_that_is_off_is_woken_once() {
     assert!(!queue.is_busy() && !queue.is_held());
     assert_eq!(wait(&queue, 50), 0);
 }
+
+/// An owner that polls does not ask whether it is busy.
+#[test]
+fn an_owner_that_is_awake_is_not_woken() {
+    let limits = Limits {
+        iops: Some(100),
+        ..Limits::default()
+    };
+    let queue = BlockQueue::open(file(1 << 20), EngineChoice::Threads, 4).unwrap();
+    let mut queue = queue.limited(limits).unwrap();
+    assert!(!queue.may_take() && !queue.is_busy());
+    let is_readable = |queue: &BlockQueue, limit: Duration| {
+        let limit = Timespec::try_from(limit).unwrap();
+        let ready = poll(
+            &mut [PollFd::new(&queue.wake_fd(), PollFlags::IN)],
+            Some(&limit),
+        );
+        ready.unwrap() > 0
+    };
+    assert!(is_readable(&queue, Duration::from_secs(10)));
+    queue.turn();
+    assert!(!is_readable(&queue, Duration::ZERO));
+    // It was held back, and hears that once.
+    assert!(queue.is_busy() && !queue.is_busy());
+}

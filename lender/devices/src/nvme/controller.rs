@@ -253,15 +253,17 @@ impl Nvme {
     fn fetch_all(&mut self, bus: &mut Bus<'_>) -> Result<bool, Fault> {
         let mut busy = self.fetch_from(0, bus)?;
         let count = self.queues.io_queues();
-        for step in 0..count {
-            if let Some(id) = self.queues.io_queue((self.turn + step) % count) {
+        let first = self.turn;
+        for queue in (0..count).map(|step| (first + step) % count) {
+            if let Some(id) = self.queues.io_queue(queue) {
                 self.queues.refresh_tail(bus.dma, id)?;
                 self.save_changes();
-                busy |= self.fetch_from(id, bus)?;
+                if self.fetch_from(id, bus)? {
+                    busy = true;
+                    // A poll that takes nothing changes no queue's turn.
+                    self.turn = (queue + 1) % count;
+                }
             }
-        }
-        if count > 0 {
-            self.turn = (self.turn + 1) % count;
         }
         Ok(busy)
     }

@@ -74,6 +74,7 @@ impl Nvme {
             && !self.shutdown_flush
             && self.recovery.is_none()
             && self.slots.busy() == 0
+            && self.block.may_take()
         {
             self.start_shutdown_flush();
         }

@@ -91,7 +91,13 @@ fn a_controller_beyond_its_limits_sleeps_and_is_quiet_and_reset_at_once() {
         for block in 0..60 {
             driver.submit(1, Sqe::new(1).nsid(1).prp(DATA, 0).blocks(block * 8, 8));
         }
-        driver.until("20 writes", |driver| driver.stat("writes") >= 20);
+        let mut rounds = 0;
+        driver.until("20 writes", |driver| {
+            rounds += 1;
+            driver.stat("writes") >= 20
+        });
+        // It sleeps until the next may be taken.
+        assert!(rounds < 1000, "{rounds} rounds");
         let most = 100.0 * start.elapsed().as_secs_f64() + 1.0;
         let writes = driver.stat("writes");
         assert!(writes as f64 <= most, "{writes} writes, not {most}");
@@ -112,6 +118,45 @@ fn a_controller_beyond_its_limits_sleeps_and_is_quiet_and_reset_at_once() {
         }
         assert!(start.elapsed() < Duration::from_secs(1));
     }
+}
+
+#[test]
+fn queues_of_a_controller_beyond_its_limits_have_equal_shares() {
+    const QUEUES: u16 = 4;
+    for engine in ENGINES {
+        let mut driver = Driver::ready_with(|config| {
+            config.engine = engine;
+            config.limits.iops = Some(100);
+        });
+        let others = (2..=QUEUES).map(|id| driver.create_pair(id, 64));
+        let queues: Vec<usize> = std::iter::once(1).chain(others).collect();
+        for &queue in &queues {
+            for block in 0..30 {
+                driver.submit(queue, Sqe::new(1).nsid(1).prp(DATA, 0).blocks(block * 8, 8));
+            }
+        }
+        driver.until("40 writes", |driver| driver.stat("writes") >= 40);
+        let mut done = Vec::new();
+        for queue in queues {
+            let taken = std::iter::from_fn(|| driver.take(queue));
+            done.push(taken.count());
+        }
+        assert!(done.iter().all(|done| (8..=12).contains(done)), "{done:?}");
+    }
+}
+
+/// As many as the limit takes.
+#[test]
+fn shutdowns_have_limits() {
+    let mut driver = Driver::ready_with(|config| config.limits.iops = Some(100));
+    let (start, before) = (Instant::now(), driver.stat("flushes"));
+    for _ in 0..30 {
+        driver.write32(0x14, 4 << 20 | 6 << 16 | 1 << 14 | 1);
+        driver.until("shutdown", |driver| driver.read32(0x1c) >> 2 & 3 == 2);
+        driver.enable();
+    }
+    assert_eq!(driver.stat("flushes"), before + 30);
+    assert!(start.elapsed() > Duration::from_millis(190));
 }
 
 #[test]

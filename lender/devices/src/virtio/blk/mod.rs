@@ -222,16 +222,18 @@ impl VirtioBlk {
 
     fn take_all(&mut self, bus: &mut Bus<'_>) -> bool {
         let count = self.transport.queue_count();
-        let mut taken = 0;
-        for step in 0..count {
+        let (first, mut taken) = (self.turn, 0);
+        for queue in (0..count).map(|step| (first + step) % count) {
             if taken >= MAX_TAKEN {
-                // The next poll begins with those that were left out.
-                self.turn = (self.turn + step) % count;
                 return true;
             }
-            taken += self.take_from((self.turn + step) % count, bus);
+            let before = taken;
+            taken += self.take_from(queue, bus);
+            if taken > before {
+                // The next poll begins with those that were left out. One that takes nothing changes no queue's turn.
+                self.turn = (queue + 1) % count;
+            }
         }
-        self.turn = (self.turn + 1) % count;
         taken > 0
     }
 
