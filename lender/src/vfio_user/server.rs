@@ -357,7 +357,8 @@ impl Server {
         self.lock().client.end();
     }
 
-    /// Ends that. A server that does not answer has lost its connection, and nothing else can be done.
+    /// Ends what one [`Server::map`] has begun. A server that does not answer has lost its connection, and nothing else can be
+    /// done.
     pub(super) fn unmap(&self, at: Iova, len: u64) -> Result<(), FabricError> {
         let range = (at.get(), len);
         {

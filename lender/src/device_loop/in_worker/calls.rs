@@ -150,7 +150,7 @@ impl WorkerLease<'_> {
                     true => self.release(how),
                     false => self.over = Some(how),
                 }
-                // There is nothing more to close.
+                // A function is closed when the process has ended; a server's connection is over.
                 self.running = self.running.take().filter(|it| !it.is_server());
                 self.kill_in(EXIT_TIMEOUT);
                 CallReply::Done
