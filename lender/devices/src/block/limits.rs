@@ -305,6 +305,26 @@ mod tests {
     }
 
     #[test]
+    fn what_is_charged_later_holds_the_next_command_back() {
+        let limits = Limits {
+            bandwidth: Some(10 << 20),
+            ..Limits::default()
+        };
+        let engine = super::super::eventfd().unwrap();
+        let mut throttle = Throttle::new(limits, false, engine.as_fd()).unwrap();
+        // That could start something now for a minute already.
+        let before = Instant::now() - Duration::from_secs(60);
+        throttle.paces = Paces::new(limits, before);
+        assert!(throttle.may_take());
+        throttle.charge(0);
+        assert!(throttle.may_take());
+        throttle.charge(100 << 20);
+        assert!(!throttle.may_take());
+        let due = throttle.paces.due().unwrap() - Instant::now();
+        assert!((8..=10).contains(&due.as_secs()), "{due:?}");
+    }
+
+    #[test]
     fn values_are_read_with_units_and_checked() {
         let read = |text| toml::from_str::<Limits>(text);
         let limits = read("iops = 500\nbandwidth = \"20 MiB\"").unwrap();

@@ -21,7 +21,7 @@ use rustix::{
 };
 
 use super::{
-    BlockError, BlockQueue, Durability, EngineChoice, Limits, Tag,
+    BlockError, BlockQueue, Durability, EngineChoice, Limits, PUNCH_HOLE, Tag, ZERO_RANGE,
     transfer::{Job, Step, Transfer},
 };
 
@@ -247,7 +247,18 @@ fn writes(limits: Limits, engine: EngineChoice) -> (f64, Duration) {
 #[test]
 fn zeroes_count_where_they_are_written() {
     let mut transfer = Transfer::default();
-    assert!(transfer.begin(Job::zero(0, 8192, true)).is_some());
+    let zero = Job::zero(0, 8192, true);
+    let allocate = |mode| Job::Allocate {
+        mode,
+        offset: 0,
+        len: 8192,
+    };
+    // Of a block device, and of a file.
+    let costs = |job: &Job| [true, false].map(|writes| transfer.cost(job, writes));
+    assert_eq!(costs(&zero), [8192, 0]);
+    assert_eq!(costs(&allocate(ZERO_RANGE)), [8192, 0]);
+    assert_eq!(costs(&allocate(PUNCH_HOLE)), [0, 0]);
+    assert!(transfer.begin(zero).is_some());
     // Neither way of fallocate(2) works.
     for _ in 0..2 {
         assert_eq!(transfer.zeroes_written(0), 0);
