@@ -40,7 +40,7 @@ pub fn from_env(name: &str) -> anyhow::Result<Option<u64>> {
 pub enum Weight {
     /// Guests: 15 minutes.
     Guests,
-    /// Hosts in VMs, or many guests: an hour.
+    /// Hosts in VMs, many guests, or half an hour of kills: an hour.
     Hosts,
 }
 

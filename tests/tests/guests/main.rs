@@ -112,7 +112,7 @@ fn main() {
     ]
     .map(|(name, test)| {
         let heavy = HEAVY.iter().find(|(it, _)| *it == name);
-        let weight = match name.starts_with("crowd::") {
+        let weight = match heavy.is_some() || name.starts_with("crowd::") {
             true => Weight::Hosts,
             false => Weight::Guests,
         };
