@@ -7,7 +7,7 @@ use clap_complete::Shell;
 use farside_daemon::{DeviceId, LenderName, NameError, VmName};
 use farside_fabric::parse_size;
 use farside_host_pci::Filter;
-use farside_lender::config::{Borrower, Limits};
+use farside_lender::config::{Borrower, Limits, Mac};
 use farside_lender_protocol::Address;
 use farside_pci::Bdf;
 use farside_vm_config::{HostConfig, LoadError, parse_memory};
@@ -115,7 +115,7 @@ pub(crate) enum Verb {
 /// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases. At SIGUSR1 it leaves
 /// those of VMs on this host to the next lender at the same --socket. With --add or --remove, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
 #[derive(Debug, ClapArgs)]
-#[command(group(ArgGroup::new("device").args(["nvme", "virtio_blk", "dma_test", "vfio", "vfio_user"]).multiple(true)))]
+#[command(group(ArgGroup::new("device").args(["nvme", "virtio_blk", "virtio_net", "dma_test", "vfio", "vfio_user"]).multiple(true)))]
 pub(crate) struct Lend {
     /// Configuration file (TOML); flags add to it.
     #[arg(long, value_name = "FILE")]
@@ -147,6 +147,9 @@ pub(crate) struct Lend {
     /// Options as for --nvme.
     #[arg(long, value_name = "ID=IMAGE[,…]", value_parser = parse_disk)]
     pub(crate) virtio_blk: Vec<Disk>,
+    /// Lend a virtio-net device on a tap interface of this host, as in nic0=tap0,mac=52:54:00:12:34:56.
+    #[arg(long, value_name = "ID=TAP[,mac=ADDRESS]", value_parser = parse_nic)]
+    pub(crate) virtio_net: Vec<Nic>,
     /// Lend a DMA test device.
     #[arg(long, value_name = "ID")]
     pub(crate) dma_test: Vec<DeviceId>,
@@ -390,6 +393,35 @@ fn parse_function(text: &str) -> Result<(DeviceId, Filter), String> {
         }
         _ => Err("give a device id and a function, as in disk0=0000:03:00.0".into()),
     }
+}
+
+/// A network device to lend.
+#[derive(Clone, Debug)]
+pub(crate) struct Nic {
+    pub(crate) id: DeviceId,
+    pub(crate) tap: String,
+    pub(crate) mac: Option<Mac>,
+}
+
+fn parse_nic(text: &str) -> Result<Nic, String> {
+    let Some((id, rest)) = text.split_once('=') else {
+        return Err("give a device id and a tap interface, as in nic0=tap0".into());
+    };
+    let (tap, mac) = match rest.split_once(',') {
+        Some((tap, option)) => match option.strip_prefix("mac=") {
+            Some(mac) => {
+                let mac = mac.parse::<Mac>().map_err(|error| error.to_string())?;
+                (tap, Some(mac))
+            }
+            None => return Err(format!("unknown option {option:?}: there is mac=ADDRESS")),
+        },
+        None => (rest, None),
+    };
+    Ok(Nic {
+        id: parse_id(id)?,
+        tap: tap.to_owned(),
+        mac,
+    })
 }
 
 fn parse_server(text: &str) -> Result<(DeviceId, PathBuf), String> {

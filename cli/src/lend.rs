@@ -146,6 +146,13 @@ fn named(args: &Lend) -> anyhow::Result<Vec<Table>> {
         options.insert("limits".into(), Value::try_from(disk.limits)?);
         tables.push(model(&disk.id, kind, options, args));
     }
+    for nic in &args.virtio_net {
+        let mut options = Table::from_iter([("tap".to_owned(), nic.tap.clone().into())]);
+        if let Some(mac) = nic.mac {
+            options.insert("mac".into(), mac.to_string().into());
+        }
+        tables.push(model(&nic.id, "virtio-net", options, args));
+    }
     for id in &args.dma_test {
         tables.push(model(id, "dma-test", Table::new(), args));
     }
@@ -232,6 +239,8 @@ mod tests {
             "disk1=a \"b\".img,read-only,iops=500",
             "--virtio-blk",
             "disk2=b.img",
+            "--virtio-net",
+            "nic1=tap1,mac=52:54:00:12:34:56",
             "--dma-test",
             "dma1",
             "--borrower",
@@ -239,7 +248,7 @@ mod tests {
         ]);
         let devices = devices.unwrap();
         let ids: Vec<_> = devices.iter().map(|device| device.id.as_str()).collect();
-        assert_eq!(ids, ["disk1", "disk2", "dma1"]);
+        assert_eq!(ids, ["disk1", "disk2", "nic1", "dma1"]);
         assert!(devices.iter().all(|device| device.borrowers.len() == 1));
         match &devices[0].source {
             Source::Model(Model::Nvme(nvme)) => {
@@ -254,6 +263,17 @@ mod tests {
                 assert!(!disk.read_only && disk.image.is_absolute());
             }
             other => panic!("{other:?}"),
+        }
+        match &devices[2].source {
+            Source::Model(Model::VirtioNet(nic)) => {
+                assert_eq!(nic.tap, "tap1");
+                let mac = nic.mac.map(|mac| mac.to_string());
+                assert_eq!(mac.as_deref(), Some("52:54:00:12:34:56"));
+            }
+            other => panic!("{other:?}"),
+        }
+        for bad in ["nic1", "nic1=tap1,mac=1", "nic1=tap1,queues=2"] {
+            assert!(tables(&["--virtio-net", bad]).is_err(), "{bad}");
         }
     }
 

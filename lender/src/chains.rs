@@ -68,7 +68,7 @@ impl Chain {
     /// Whether the medium, and the system with its cache, are those of the chain.
     pub(crate) fn goes_on_with(&self, medium: ImageId) -> bool {
         let same_system = || boot().is_ok_and(|boot| *boot == self.boot);
-        self.medium == medium && (medium == ImageId::None || same_system())
+        self.medium == medium && (medium.is_empty() || same_system())
     }
 }
 

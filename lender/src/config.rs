@@ -13,6 +13,10 @@
 //!     model.virtio-blk = { image = "/var/lib/farside/disk2.img", queues = 4 }
 //!
 //!     [[device]]
+//!     id = "nic0"
+//!     model.virtio-net = { tap = "tap0", mac = "52:54:00:12:34:56" }
+//!
+//!     [[device]]
 //!     id = "dma0"
 //!     model.dma-test = {}
 //!     borrowers = ["user=1000,vm=web1", "host=rack1-b"]
@@ -25,14 +29,14 @@
 //!     id = "gpio0"
 //!     vfio-user = { socket = "/run/gpio/socket" }
 //! "#).unwrap();
-//! assert_eq!(config.device.len(), 5);
+//! assert_eq!(config.device.len(), 6);
 //! ```
 
 use std::path::{Path, PathBuf};
 
 use farside_daemon::{DeviceId, LenderName};
-pub use farside_devices::block::Limits;
 use farside_devices::{block::EngineChoice, nvme, virtio};
+pub use farside_devices::{block::Limits, virtio::net::Mac};
 use farside_discovery::Discovery;
 use farside_fabric::{NtbLimits, VmShare, deserialize_optional_size};
 use farside_host_pci::Filter;
@@ -277,6 +281,8 @@ pub enum Model {
     Nvme(nvme::Config),
     /// A virtio-blk device backed by an image file or block device.
     VirtioBlk(virtio::Config),
+    /// A virtio-net device on a tap interface.
+    VirtioNet(virtio::net::Config),
     /// The DMA test device.
     DmaTest(DmaTestConfig),
 }
@@ -286,6 +292,7 @@ pub enum Model {
 struct RawModel {
     nvme: Option<nvme::Config>,
     virtio_blk: Option<virtio::Config>,
+    virtio_net: Option<virtio::net::Config>,
     dma_test: Option<DmaTestConfig>,
 }
 
@@ -293,12 +300,23 @@ impl TryFrom<RawModel> for Model {
     type Error = &'static str;
 
     fn try_from(raw: RawModel) -> Result<Self, Self::Error> {
-        match (raw.nvme, raw.virtio_blk, raw.dma_test) {
-            (Some(nvme), None, None) => Ok(Self::Nvme(nvme)),
-            (None, Some(virtio_blk), None) => Ok(Self::VirtioBlk(virtio_blk)),
-            (None, None, Some(dma_test)) => Ok(Self::DmaTest(dma_test)),
-            (None, None, None) => Err("a model is `nvme`, `virtio-blk` or `dma-test`"),
-            _ => Err("a device has one model: `nvme`, `virtio-blk` or `dma-test`"),
+        let RawModel {
+            nvme,
+            virtio_blk,
+            virtio_net,
+            dma_test,
+        } = raw;
+        let given = [
+            nvme.map(Self::Nvme),
+            virtio_blk.map(Self::VirtioBlk),
+            virtio_net.map(Self::VirtioNet),
+            dma_test.map(Self::DmaTest),
+        ];
+        let mut given = given.into_iter().flatten();
+        match (given.next(), given.next()) {
+            (Some(model), None) => Ok(model),
+            (None, _) => Err("a model is `nvme`, `virtio-blk`, `virtio-net` or `dma-test`"),
+            _ => Err("a device has one model: `nvme`, `virtio-blk`, `virtio-net` or `dma-test`"),
         }
     }
 }
@@ -320,6 +338,11 @@ impl Model {
         })
     }
 
+    /// A virtio-net device on the tap interface `tap`, with defaults otherwise.
+    pub fn virtio_net(tap: String) -> Self {
+        Self::VirtioNet(virtio::net::Config::new(tap))
+    }
+
     /// The DMA test device.
     pub fn dma_test() -> Self {
         Self::DmaTest(DmaTestConfig {})
@@ -330,6 +353,7 @@ impl Model {
         match self {
             Self::Nvme(config) => (config.engine, config.limits, config.read_only),
             Self::VirtioBlk(config) => (config.engine, config.limits, config.read_only),
+            Self::VirtioNet(_) => (EngineChoice::Threads, Limits::default(), false),
             Self::DmaTest(_) => (EngineChoice::Threads, Limits::default(), true),
         }
     }
@@ -451,7 +475,7 @@ mod tests {
         let open = |model: &Model| match model {
             Model::Nvme(config) => Nvme::open("disk0", config).map(drop).map_err(text),
             Model::VirtioBlk(config) => VirtioBlk::open("disk0", config).map(drop).map_err(text),
-            Model::DmaTest(_) => unreachable!(),
+            Model::VirtioNet(_) | Model::DmaTest(_) => unreachable!(),
         };
         let models = [
             Model::nvme(image.clone(), false),
@@ -509,7 +533,8 @@ mod tests {
         assert!(unknown.contains("`read-onyl`"), "{unknown}");
         let unknown = error("model.nvm = { image = \"/a\" }");
         assert!(
-            unknown.contains("`nvm`, expected one of `nvme`, `virtio-blk`, `dma-test`"),
+            unknown
+                .contains("`nvm`, expected one of `nvme`, `virtio-blk`, `virtio-net`, `dma-test`"),
             "{unknown}"
         );
     }

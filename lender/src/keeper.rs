@@ -47,7 +47,7 @@ use crate::worker::Program;
 ///
 /// | version | new in it |
 /// | --- | --- |
-/// | 2 | records of leases have their version beside them; keepers show their version of farside, and their leases; virtio-blk models; functions can be adopted by the next worker; devices of vfio-user servers |
+/// | 2 | records of leases have their version beside them; keepers show their version of farside, and their leases; virtio-blk and virtio-net models; functions can be adopted by the next worker; devices of vfio-user servers |
 pub(crate) const VERSION: u32 = 2;
 
 /// The format of leases, and of the messages of their workers.

@@ -205,6 +205,7 @@ pub(crate) fn open_model(
     let device: Box<dyn Device> = match model {
         Model::Nvme(config) => Box::new(nvme::Nvme::open(id, config)?),
         Model::VirtioBlk(config) => Box::new(virtio::VirtioBlk::open(id, config)?),
+        Model::VirtioNet(config) => Box::new(virtio::VirtioNet::open(id, config)?),
         Model::DmaTest(_) => Box::new(dma_test::DmaTest::new()),
     };
     let model = ModelDevice::new(id, device, adapter.clone())?;

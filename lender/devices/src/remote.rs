@@ -18,7 +18,7 @@ use crate::{
     block::{BlockQueue, RemoteMedium},
     dma_test::DmaTest,
     nvme::{self, Nvme},
-    virtio::{self, VirtioBlk},
+    virtio::{self, VirtioBlk, VirtioNet},
 };
 
 /// Time between two looks at the connection of a device that is never idle: less than
@@ -33,16 +33,26 @@ pub enum Model {
     DmaTest(NoMedium),
     /// A virtio-blk device.
     VirtioBlk(Virtio),
+    /// A virtio-net device.
+    VirtioNet(Net),
     /// An NVMe controller.
     Nvme(nvme::Config),
 }
 
-/// A virtio device, by type.
+/// A virtio-blk device, by type.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Virtio {
     /// A virtio-blk device.
     pub virtio_blk: virtio::Config,
+}
+
+/// A virtio-net device, by type.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Net {
+    /// A virtio-net device, in which the address and the MTU are said.
+    pub virtio_net: virtio::net::Config,
 }
 
 /// A model without a medium, by name.
@@ -62,6 +72,9 @@ pub enum RemoteError {
     /// As above.
     #[error(transparent)]
     Virtio(#[from] virtio::ConfigError),
+    /// As above.
+    #[error(transparent)]
+    Net(#[from] virtio::net::ConfigError),
     /// The system is out of descriptors.
     #[error("cannot watch the connection of a lease")]
     System(#[source] io::Error),
@@ -83,6 +96,9 @@ impl Model {
             Self::Nvme(config) => Box::new(Nvme::with_remote(id, config, medium, size)?),
             Self::VirtioBlk(Virtio { virtio_blk }) => {
                 Box::new(VirtioBlk::with_remote(id, virtio_blk, medium, size)?)
+            }
+            Self::VirtioNet(Net { virtio_net }) => {
+                Box::new(VirtioNet::with_remote(id, virtio_net, medium)?)
             }
             Self::DmaTest(NoMedium::DmaTest) => {
                 Box::new(WithoutMedium::new(DmaTest::new(), medium).map_err(RemoteError::System)?)

@@ -45,6 +45,16 @@ pub enum Frame {
         /// Bytes.
         len: u64,
     },
+    /// To the lender of a tap interface, whose reads and writes are frames of a network: what the receiver of
+    /// these can do.
+    Offloads {
+        /// As in [`Frame::Read`].
+        tag: u16,
+        /// `TUN_F_…` of `linux/if_tun.h`.
+        bits: u32,
+        /// Discard what has come before, for a former receiver.
+        discard: bool,
+    },
     /// To the lender: the last frame, with which the borrower returns the device.
     Return,
     /// To the borrower: an operation has ended.
@@ -109,10 +119,13 @@ mod kind {
     pub const DONE: u8 = 6;
     pub const RELEASE: u8 = 7;
     pub const ALIVE: u8 = 8;
+    pub const OFFLOADS: u8 = 9;
 }
 
 /// Of [`Frame::Write`].
 const DURABLE: u8 = 1 << 0;
+/// Of [`Frame::Offloads`].
+const DISCARD: u8 = 1 << 0;
 /// Of [`Frame::Done`].
 const FULL: u8 = 1 << 0;
 const READ_ONLY: u8 = 1 << 1;
@@ -212,6 +225,13 @@ impl Frame {
                 number: mode,
                 ..Fields::default()
             },
+            Self::Offloads { tag, bits, discard } => Fields {
+                kind: kind::OFFLOADS,
+                flags: if discard { DISCARD } else { 0 },
+                tag,
+                len: bits.into(),
+                ..Fields::default()
+            },
             Self::Return => Fields {
                 kind: kind::RETURN,
                 ..Fields::default()
@@ -290,6 +310,11 @@ impl Frame {
                 offset,
                 len,
             },
+            kind::OFFLOADS => Self::Offloads {
+                tag,
+                bits: u32::try_from(len).map_err(|_| undefined)?,
+                discard: flags & DISCARD != 0,
+            },
             kind::RETURN => Self::Return,
             kind::DONE => Self::Done {
                 tag,
@@ -350,6 +375,8 @@ mod tests {
                     len
                 }
             ),
+            (any::<u16>(), any::<u32>(), any::<bool>())
+                .prop_map(|(tag, bits, discard)| Frame::Offloads { tag, bits, discard }),
             Just(Frame::Return),
             (any::<u16>(), any::<i32>(), 0..=most, condition).prop_map(
                 |(tag, result, data, condition)| Frame::Done {

@@ -123,6 +123,8 @@ pub struct Link {
     ahead: Ahead,
     /// The frame whose data is being received.
     incoming: Option<(Frame, Cursor)>,
+    /// Bytes of data to come that nobody waits for.
+    discarding: usize,
     /// Bytes to read ahead without TLS.
     ahead_of: usize,
     /// The last system call has received all that there was.
@@ -162,6 +164,7 @@ impl Link {
             }),
             tls,
             incoming: None,
+            discarding: 0,
             ahead_of: AHEAD,
             drained: false,
             outgoing: VecDeque::new(),
@@ -338,7 +341,12 @@ impl Link {
         mut place: impl FnMut(&Frame) -> Result<Memory, FrameError>,
     ) -> Result<Option<Frame>, LinkError> {
         loop {
-            if let Some((frame, data)) = &mut self.incoming {
+            let discarded = self.discarding.min(self.ahead.filled.len());
+            self.ahead.filled.start += discarded;
+            self.discarding -= discarded;
+            if self.discarding > 0 {
+                // More has to come.
+            } else if let Some((frame, data)) = &mut self.incoming {
                 let copied = data.copy_in(&self.ahead.buffer[self.ahead.filled.clone()]);
                 self.ahead.filled.start += copied;
                 if data.left == 0 {
@@ -348,7 +356,13 @@ impl Link {
                 }
             } else if let Some((header, _)) = self.ahead.bytes().split_first_chunk::<HEADER>() {
                 let frame = Frame::decode(header)?;
-                let data = Cursor::new(place(&frame)?, frame.data_len());
+                let memory = place(&frame)?;
+                if memory.is_discard() {
+                    self.ahead.filled.start += HEADER;
+                    self.discarding = frame.data_len();
+                    return Ok(Some(frame));
+                }
+                let data = Cursor::new(memory, frame.data_len());
                 if !data.is_covered() {
                     return Err(FrameError::Unexpected(frame).into());
                 }
@@ -454,6 +468,13 @@ impl Link {
         }
     }
 
+    /// Discards the rest of a frame that has come in part, whose memory is then no longer used.
+    pub fn discard_incoming(&mut self) {
+        if let Some((_, data)) = self.incoming.take() {
+            self.discarding += data.left;
+        }
+    }
+
     /// Keeps the connection alive, and finds out that it is not, if the caller `reads`. To be called every
     /// [`Link::TICK`].
     ///
@@ -487,7 +508,7 @@ impl Link {
         let deadline = Instant::now() + timeout;
         loop {
             // The last frames of the peer, which nobody waits for.
-            match self.receive(|_| Ok(Memory::NONE)) {
+            match self.receive(|_| Ok(Memory::DISCARD)) {
                 Ok(Some(_)) => continue,
                 Ok(None) => {}
                 Err(_) => return,

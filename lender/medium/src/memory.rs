@@ -21,6 +21,17 @@ impl Memory {
         count: 0,
     };
 
+    /// No memory for data that nobody waits for.
+    pub const DISCARD: Self = Self {
+        iovecs: std::ptr::null(),
+        count: usize::MAX,
+    };
+
+    /// Whether it is [`Memory::DISCARD`].
+    pub(crate) fn is_discard(&self) -> bool {
+        self.iovecs.is_null() && self.count > 0
+    }
+
     /// `count` vectors at `iovecs`, in the order of the data.
     ///
     /// # Safety

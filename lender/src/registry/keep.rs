@@ -100,7 +100,7 @@ impl Records {
         let medium_of = |id: &DeviceId| slots.get(id).and_then(|slot| slot.medium);
         let medium = medium_of(id);
         fences.lend(id, chain, |other, chain| {
-            let had = Some(chain.medium) == medium && chain.medium != ImageId::None;
+            let had = Some(chain.medium) == medium && !chain.medium.is_empty();
             had && medium_of(other) != medium
         })
     }

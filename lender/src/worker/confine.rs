@@ -25,6 +25,9 @@ const UNREGISTER_FILES: u64 = 3;
 /// Whether a block device is read-only (`linux/fs.h`).
 const BLKROGET: u64 = 0x125e;
 
+/// What the receiver of a tap interface's frames can do (`linux/if_tun.h`).
+const TUNSETOFFLOAD: u64 = libc::TUNSETOFFLOAD;
+
 /// `statx` on a descriptor only: with a path, it would reveal whether that exists.
 const EMPTY_PATH: u64 = libc::AT_EMPTY_PATH as u64;
 
@@ -43,7 +46,7 @@ impl Kind {
     /// Its requests of ioctl(2).
     fn ioctls(self) -> Vec<u64> {
         match self {
-            Self::Model => vec![BLKROGET],
+            Self::Model => vec![BLKROGET, TUNSETOFFLOAD],
             Self::Server => Vec::new(),
             Self::Function => farside_vfio::requests().to_vec(),
         }
@@ -55,14 +58,7 @@ impl Kind {
             // The timer of a device with limits.
             Self::Model => &[libc::SYS_timerfd_settime],
             // The eventfds of interrupts that are relayed.
-            Self::Function | Self::Server => &[
-                libc::SYS_epoll_create1,
-                libc::SYS_epoll_ctl,
-                libc::SYS_epoll_pwait,
-                libc::SYS_epoll_pwait2,
-                #[cfg(target_arch = "x86_64")]
-                libc::SYS_epoll_wait,
-            ],
+            Self::Function | Self::Server => &[libc::SYS_epoll_create1, libc::SYS_epoll_ctl],
         }
     }
 }
@@ -132,6 +128,11 @@ const ALLOWED: &[i64] = &[
     // Refused by the other filter.
     libc::SYS_openat,
     libc::SYS_getrusage,
+    // Those eventfds, and frames of a tap interface.
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_epoll_wait,
     // I/O on the medium.
     libc::SYS_fallocate,
     libc::SYS_fdatasync,

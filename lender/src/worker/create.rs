@@ -3,13 +3,22 @@
 use std::os::fd::OwnedFd;
 
 use farside_daemon::DeviceId;
-use farside_devices::{Device, block::Image, dma_test::DmaTest, nvme::Nvme, virtio::VirtioBlk};
+use farside_devices::{
+    Device,
+    block::{BlockQueue, DEPTH, Image},
+    dma_test::DmaTest,
+    nvme::Nvme,
+    virtio::{VirtioBlk, VirtioNet},
+};
 
-use super::{WorkerError, messages::Model};
+use super::{
+    WorkerError,
+    messages::{Model, ServedMedium},
+};
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
 
-/// Creates a software model, whose image, if it has one, is the next descriptor.
+/// Creates a software model, whose image or tap interface, if it has one, is the next descriptor.
 pub(super) fn create(
     id: &DeviceId,
     model: Model,
@@ -17,6 +26,9 @@ pub(super) fn create(
 ) -> Result<Box<dyn Device>, WorkerError> {
     let (config, size, punches_holes, open): (_, _, _, fn(_, &_, _) -> _) = match model {
         Model::DmaTest => return Ok(Box::new(DmaTest::new())),
+        Model::VirtioNet { config } => {
+            return virtio_net(id, &config, next()?).map_err(WorkerError::Device);
+        }
         Model::Nvme {
             config,
             size,
@@ -44,6 +56,20 @@ fn nvme(id: &DeviceId, config: &str, image: Image) -> Result<Box<dyn Device>, Er
 fn virtio_blk(id: &DeviceId, config: &str, image: Image) -> Result<Box<dyn Device>, Error> {
     let config = serde_json::from_str(config)?;
     Ok(Box::new(VirtioBlk::with_image(id, &config, image)?))
+}
+
+fn virtio_net(id: &DeviceId, config: &str, tap: OwnedFd) -> Result<Box<dyn Device>, Error> {
+    let config = serde_json::from_str(config)?;
+    Ok(Box::new(VirtioNet::with_tap(id, &config, tap.into())?))
+}
+
+/// Opens the medium of a model whose controller is at the borrower.
+pub(super) fn open_medium(served: &ServedMedium, image: OwnedFd) -> std::io::Result<BlockQueue> {
+    let block = match served.frames {
+        true => BlockQueue::tap(image.into(), DEPTH),
+        false => BlockQueue::open(image.into(), served.engine, DEPTH),
+    };
+    block?.limited(served.limits)
 }
 
 /// An empty file, in place of the medium of a model that has none.

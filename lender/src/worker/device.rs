@@ -47,8 +47,9 @@ pub(super) enum Kind {
 }
 
 pub(super) struct ModelKind {
+    /// Of a network device, with what the configuration has left open.
     model: config::Model,
-    /// Locked while it is open.
+    /// Locked while it is open. Of a network device, its tap interface.
     image: Option<Image>,
     described: Described,
     adapter: Adapter,
@@ -64,6 +65,7 @@ impl WorkerDevice {
         adopted: Option<Adopted>,
     ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let (mut open, mut adopted) = (None, adopted);
+        let mut model = model;
         match adopted.as_mut().map(|it| it.go_on(&model, &adapter)) {
             Some(Ok(image)) => open = image,
             Some(Err(why)) => {
@@ -74,7 +76,7 @@ impl WorkerDevice {
             None => {}
         }
         let kept = STATE_PAGE + state::SIZE as u64;
-        let (description, image, state) = match &model {
+        let (description, image, state) = match &mut model {
             config::Model::Nvme(config) => {
                 config.validate()?;
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
@@ -84,6 +86,18 @@ impl WorkerDevice {
                 config.validate()?;
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
                 (config.description(image.size), Some(image), kept)
+            }
+            config::Model::VirtioNet(config) => {
+                let adopted = adopted.as_ref().and_then(Adopted::network_device);
+                let (complete, tap) = match (adopted, open.take()) {
+                    (Some(complete), Some(tap)) => (complete, tap),
+                    _ => {
+                        let (complete, tap) = config.open_tap(id)?;
+                        (complete, tap.into())
+                    }
+                };
+                *config = complete;
+                (config.description(), Some(tap), kept)
             }
             config::Model::DmaTest(_) => (dma_test::DmaTest::new().description().clone(), None, 0),
         };
@@ -198,9 +212,10 @@ impl WorkerDevice {
     /// The medium, if it can be lent over the network.
     pub(crate) fn medium(&self) -> Option<io::Result<ImageId>> {
         match &self.device {
-            Kind::Model(kind) => Some(match &kind.image {
-                Some(image) => image.id(),
-                None => Ok(ImageId::None),
+            Kind::Model(kind) => Some(match (&kind.image, &kind.model) {
+                (None, _) => Ok(ImageId::None),
+                (_, config::Model::VirtioNet(_)) => Ok(ImageId::Tap),
+                (Some(image), _) => image.id(),
             }),
             Kind::Function(_) | Kind::Server(_) => None,
         }
@@ -297,7 +312,11 @@ impl Available for WorkerDevice {
     }
 
     fn flush(&mut self) -> Result<(), RemoteError> {
-        let flushed = self.file().map_or(Ok(()), File::sync_data);
+        let file = match &self.device {
+            Kind::Model(kind) if matches!(kind.model, config::Model::VirtioNet(_)) => None,
+            _ => self.file(),
+        };
+        let flushed = file.map_or(Ok(()), File::sync_data);
         flushed.map_err(|error| not_flushed(&self.id, &error))
     }
 

@@ -13,7 +13,10 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName, cgroup};
-use farside_devices::{block::Image, state};
+use farside_devices::{
+    block::{Image, Tap},
+    state, virtio,
+};
 use farside_error_chain::Chain;
 use farside_fabric::{
     LutRange, PeerAddress,
@@ -220,6 +223,7 @@ impl Adopted {
             return Err(ANOTHER_KIND.into());
         };
         let (same, path, size, punches_holes) = match (config, model) {
+            (config::Model::VirtioNet(now), Model::VirtioNet { .. }) => return self.tap(now),
             (config::Model::DmaTest(_), Model::DmaTest) if self.image.is_none() => {
                 return Ok(None);
             }
@@ -256,6 +260,29 @@ impl Adopted {
             size: *size,
             punches_holes: *punches_holes,
         }))
+    }
+
+    /// The configuration of a network device, in which all is said.
+    pub(crate) fn network_device(&self) -> Option<virtio::net::Config> {
+        match &self.lease.served {
+            KeptDevice::Model(Model::VirtioNet { config }) => serde_json::from_str(config).ok(),
+            _ => None,
+        }
+    }
+
+    fn tap(&self, now: &virtio::net::Config) -> Result<Option<Image>, String> {
+        let complete = self.network_device();
+        if !complete.is_some_and(|complete| now.is_met_by(&complete)) {
+            return Err("its configuration has changed".into());
+        }
+        let file = self.image.as_ref().ok_or(ANOTHER_KIND)?;
+        let file = file.try_clone().map_err(|error| error.to_string())?;
+        if !Tap::is_at(&file, &now.tap) {
+            return Err(format!("{} is another interface now", now.tap));
+        }
+        // Only its descriptor is needed.
+        let mtu = now.mtu.unwrap_or_default();
+        Ok(Some(Tap { file, mtu }.into()))
     }
 
     /// The function, if the worker has this one open.
@@ -351,9 +378,9 @@ impl KeptLease {
     /// The version of the state that workers of this farside write for what is served.
     pub(crate) fn state(served: &KeptDevice) -> Option<u32> {
         match served {
-            KeptDevice::Model(Model::Nvme { .. } | Model::VirtioBlk { .. }) => {
-                Some(state::FORMAT.version())
-            }
+            KeptDevice::Model(
+                Model::Nvme { .. } | Model::VirtioBlk { .. } | Model::VirtioNet { .. },
+            ) => Some(state::FORMAT.version()),
             KeptDevice::Model(Model::DmaTest)
             | KeptDevice::Function(..)
             | KeptDevice::Server(_) => None,

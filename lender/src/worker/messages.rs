@@ -83,6 +83,8 @@ pub(crate) struct ServedMedium {
     /// Bytes of the image; 0 for a model without a medium.
     pub(crate) size: u64,
     pub(crate) read_only: bool,
+    /// It is a tap interface.
+    pub(crate) frames: bool,
     /// The connection's TLS session.
     pub(crate) secrets: Option<Secrets>,
 }
@@ -109,6 +111,11 @@ pub(crate) enum Model {
         size: u64,
         /// Whether holes can be punched in it.
         punches_holes: bool,
+    },
+    /// A virtio-net device. The tap interface comes as a descriptor.
+    VirtioNet {
+        /// Its configuration, in which all is said, as JSON.
+        config: String,
     },
 }
 

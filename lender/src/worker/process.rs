@@ -29,7 +29,7 @@ use rustix::{
 
 use super::{
     confine::{self, UserChangeError},
-    create::{create, no_image},
+    create::{create, no_image, open_medium},
     medium::MediumLease,
     messages::{Answer, Call, CallReply, Numbered, Order, Served, Start},
 };
@@ -120,12 +120,8 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
             0 => no_image()?,
             _ => next()?,
         };
-        let medium = LentMedium::new(
-            image.into(),
-            (served.engine, served.limits),
-            (served.size, served.read_only),
-            (id.as_str(), link),
-        )?;
+        let block = open_medium(&served, image)?;
+        let medium = LentMedium::new(block, (served.size, served.read_only), (id.as_str(), link))?;
         confine::restrict_system_calls(confine::Kind::Model)?;
         let lease = MediumLease {
             id,

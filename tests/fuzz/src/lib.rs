@@ -125,8 +125,10 @@ mod virtio_tests {
 
     pub(crate) mod world;
 
-    impl world::Driver {
-        fn restart(&mut self) {
+    impl world::Model for crate::virtio::VirtioBlk {
+        type World = world::Disk;
+
+        fn restart(_: &mut world::Driver) {
             unreachable!("no target kills a device");
         }
     }

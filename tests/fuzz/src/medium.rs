@@ -4,7 +4,7 @@
 
 use std::{cell::RefCell, fs::File, os::unix::net::UnixStream};
 
-use farside_devices::block::{Ended, EngineChoice, LentMedium, Limits};
+use farside_devices::block::{BlockQueue, DEPTH, Ended, EngineChoice, LentMedium};
 use farside_medium::{Frame, HEADER, Link, LinkError};
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
@@ -33,13 +33,13 @@ pub fn run(input: &[u8]) {
     }
     let read_only = input.u8() % 4 == 0;
     let link = Link::new(ours.into(), None).expect("a link without TLS");
+    let block = BlockQueue::open(file, EngineChoice::Auto, DEPTH);
     let lent = LentMedium::new(
-        file,
-        (EngineChoice::Auto, Limits::default()),
+        block.expect("an engine"),
         (SIZE, read_only),
         ("disk0", link),
     );
-    let mut lent = lent.expect("an engine");
+    let mut lent = lent.expect("memory");
     while !input.is_empty() {
         let bytes = match input.u8() % 8 {
             0 => {

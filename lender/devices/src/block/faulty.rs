@@ -133,6 +133,7 @@ impl Faulty {
             }
             RawOp::Sync => RawOp::Sync,
             RawOp::Allocate { mode, offset, len } => RawOp::Allocate { mode, offset, len },
+            RawOp::Offloads { bits, discard } => RawOp::Offloads { bits, discard },
         };
         // As for any engine, the vectors' memory is valid until the tag is reaped.
         perform(&self.file, op)
@@ -168,7 +169,8 @@ fn access(op: &RawOp) -> Access {
             offset,
             ..
         } => Access::Write(offset, len(iovecs, count)),
-        RawOp::Sync => Access::Sync,
+        // No image has offloads.
+        RawOp::Sync | RawOp::Offloads { .. } => Access::Sync,
         RawOp::Allocate { offset, len, .. } => Access::Allocate(offset, len),
     }
 }

@@ -107,6 +107,15 @@ pub enum ImageId {
     },
     /// The medium of a model that has none: of 0 bytes, with nothing to change or to lose.
     None,
+    /// A tap interface, of whose frames none is kept.
+    Tap,
+}
+
+impl ImageId {
+    /// Whether there is nothing on the medium that could be changed or lost.
+    pub fn is_empty(self) -> bool {
+        matches!(self, Self::None | Self::Tap)
+    }
 }
 
 /// Whether the path is a device's.

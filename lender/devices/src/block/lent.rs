@@ -5,10 +5,8 @@
 
 use std::{
     collections::VecDeque,
-    fs::File,
     io,
     os::fd::{AsFd, BorrowedFd},
-    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -17,8 +15,9 @@ use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_medium::{Condition, Frame, FrameError, Link, LinkError, MAX_DATA, Memory};
 
 use super::{
-    BlockError, BlockQueue, DEPTH, Durability, EngineChoice, Limits, PUNCH_HOLE, Tag, ZERO_RANGE,
+    BlockError, BlockQueue, DEPTH, Durability, PUNCH_HOLE, Tag, ZERO_RANGE,
     medium::{Direction as MediumDirection, Medium},
+    transfer::Job,
 };
 
 /// Bytes for the data of operations in flight.
@@ -100,22 +99,25 @@ struct Stats {
 }
 
 impl LentMedium {
-    /// Serves the open image `file` of `size` bytes, of the device `name`.
+    /// Serves the medium `block` of `size` bytes, for [`DEPTH`] transfers in flight, of the device `name`.
     ///
     /// # Errors
-    /// Those of starting an engine, and of memory.
+    /// The system is out of memory.
     pub fn new(
-        file: File,
-        (engine, limits): (EngineChoice, Limits),
+        block: BlockQueue,
         (size, read_only): (u64, bool),
         (name, link): (&str, Link),
     ) -> io::Result<Self> {
-        let depth = DEPTH;
         let parts = (MEMORY / PART) as u16;
+        let what = if block.is_of_frames() {
+            "tap of"
+        } else {
+            "image"
+        };
         Ok(Self {
-            block: BlockQueue::open(file, engine, depth)?.limited(limits)?,
+            block,
             link,
-            slots: (0..depth).map(|_| Slot::default()).collect(),
+            slots: (0..DEPTH).map(|_| Slot::default()).collect(),
             memory: SharedMemory::anonymous(MEMORY)?,
             free: (0..parts).rev().collect(),
             unsent: VecDeque::new(),
@@ -128,7 +130,7 @@ impl LentMedium {
                 read_only,
             },
             failed: None,
-            failures: Medium::new(Path::new(name), size),
+            failures: Medium::new(format!("{what} {name}"), size),
             stats: Stats::default(),
         })
     }
@@ -259,6 +261,8 @@ impl LentMedium {
                 _ => (tag, Some(BlockError::Unsupported)),
             },
             Frame::Sync { tag } => (tag, None),
+            Frame::Offloads { tag, .. } if self.block.is_of_frames() => (tag, None),
+            Frame::Offloads { tag, .. } => (tag, Some(BlockError::Unsupported)),
             _ => return,
         };
         if let Some(error) = refusal {
@@ -277,32 +281,24 @@ impl LentMedium {
             left -= len;
         }
         match frame {
-            Frame::Read { offset, len, .. } => {
-                self.stats.reads += 1;
-                self.stats.bytes_read += u64::from(len);
-                self.block.read(tag, offset);
-            }
+            Frame::Read { offset, .. } => self.block.read(tag, offset),
             Frame::Write {
-                offset,
-                len,
-                durable,
-                ..
+                offset, durable, ..
             } => {
-                self.stats.writes += 1;
-                self.stats.bytes_written += u64::from(len);
                 let durability = match durable {
                     true => Durability::Durable,
                     false => Durability::Cached,
                 };
                 self.block.write(tag, offset, durability);
             }
-            Frame::Sync { .. } => {
-                self.stats.flushes += 1;
-                self.block.flush(tag);
-            }
+            Frame::Sync { .. } => self.block.flush(tag),
             Frame::Allocate {
                 mode, offset, len, ..
             } => self.block.allocate(tag, mode, offset, len),
+            Frame::Offloads { bits, discard, .. } => {
+                let job = Job::Offloads { bits, discard };
+                self.block.start(tag, job);
+            }
             _ => {}
         }
     }
@@ -357,9 +353,26 @@ impl LentMedium {
             return;
         };
         let bytes = match frame {
+            // A frame of a network has its own length.
+            Frame::Read { len, .. } | Frame::Write { len, .. } if self.block.is_of_frames() => {
+                (self.block.moved(tag) as u32).min(len)
+            }
             Frame::Read { len, .. } | Frame::Write { len, .. } => len,
             _ => 0,
         };
+        let stats = &mut self.stats;
+        match frame {
+            Frame::Read { .. } => {
+                stats.reads += 1;
+                stats.bytes_read += u64::from(bytes);
+            }
+            Frame::Write { .. } => {
+                stats.writes += 1;
+                stats.bytes_written += u64::from(bytes);
+            }
+            Frame::Sync { .. } => stats.flushes += 1,
+            _ => {}
+        }
         let (result, data) = match (result, frame) {
             (Ok(()), Frame::Read { .. }) => (bytes as i32, bytes),
             (Ok(()), _) => (bytes as i32, 0),
@@ -420,7 +433,7 @@ fn place(
 ) -> Result<Memory, FrameError> {
     let (tag, len) = match *frame {
         Frame::Read { tag, len, .. } | Frame::Write { tag, len, .. } => (tag, len as usize),
-        Frame::Sync { tag } | Frame::Allocate { tag, .. } => (tag, 0),
+        Frame::Sync { tag } | Frame::Allocate { tag, .. } | Frame::Offloads { tag, .. } => (tag, 0),
         Frame::Return | Frame::Alive => return Ok(Memory::NONE),
         Frame::Done { .. } | Frame::Release { .. } => return Err(FrameError::Unexpected(*frame)),
     };

@@ -7,7 +7,6 @@
 
 use std::{
     io,
-    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -96,7 +95,8 @@ impl Cause {
 /// The medium's current failures.
 #[derive(Debug)]
 pub struct Medium {
-    image: PathBuf,
+    /// As in "image /srv/disk0.img".
+    name: String,
     /// Bytes of the namespace.
     size: u64,
     /// Each cause once, with the time of the last failed command.
@@ -105,9 +105,9 @@ pub struct Medium {
 }
 
 impl Medium {
-    pub fn new(image: &Path, size: u64) -> Self {
+    pub fn new(name: String, size: u64) -> Self {
         Self {
-            image: image.to_owned(),
+            name,
             size,
             causes: Vec::new(),
             problem: None,
@@ -184,11 +184,7 @@ impl Medium {
         let texts: Vec<String> = causes.map(|(cause, _)| cause.text(self.size)).collect();
         self.problem = match texts.is_empty() {
             true => None,
-            false => Some(format!(
-                "image {}: {}",
-                self.image.display(),
-                texts.join("; ")
-            )),
+            false => Some(format!("{}: {}", self.name, texts.join("; "))),
         };
     }
 }
@@ -206,7 +202,7 @@ mod tests {
     const FULL: Condition = Condition { full: true, ..FINE };
 
     fn medium() -> Medium {
-        Medium::new(Path::new("/srv/disk0.img"), SIZE)
+        Medium::new("image /srv/disk0.img".to_owned(), SIZE)
     }
 
     #[test]

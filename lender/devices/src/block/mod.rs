@@ -12,6 +12,7 @@
 //! Nothing is allocated per transfer once a tag's vectors have grown.
 #![allow(unsafe_code)]
 
+mod engine;
 #[cfg(test)]
 pub(crate) mod faulty;
 mod image;
@@ -21,6 +22,7 @@ mod limits;
 pub(crate) mod medium;
 mod network;
 pub(crate) mod serial;
+pub(crate) mod tap;
 mod threads;
 mod transfer;
 mod uring;
@@ -47,10 +49,13 @@ pub use lent::{Ended, LentMedium, Turn};
 pub use limits::{LEAST_BANDWIDTH, LEAST_IOPS, Limits, LimitsError};
 pub use network::{MediumKeeper, Notice, RemoteMedium, Supply, remote_medium};
 pub use serial::SERIAL_LEN;
+pub use tap::{Offloads, TAP_SIZE, Tap, TapError};
 
+use engine::{Engine, RawOp};
 use inline::Inline;
 use limits::Throttle;
 use network::Network;
+use tap::TapEngine;
 use threads::Threads;
 use transfer::{Job, Step, Transfer};
 use uring::Uring;
@@ -117,75 +122,6 @@ impl BlockError {
     }
 }
 
-/// An operation of an engine, on the vectors of the [`Transfer`] that made it. Not `Clone`: it is
-/// queued once.
-#[derive(Debug)]
-enum RawOp {
-    Read {
-        iovecs: *const libc::iovec,
-        count: u32,
-        offset: u64,
-    },
-    Write {
-        iovecs: *const libc::iovec,
-        count: u32,
-        offset: u64,
-        durability: Durability,
-    },
-    /// `fdatasync`.
-    Sync,
-    /// `fallocate` with `mode`.
-    Allocate { mode: i32, offset: u64, len: u64 },
-}
-
-/// An I/O engine.
-///
-/// Guaranteed by the caller: at most `depth` tags in flight, each once.
-/// Guaranteed by the engine: `reap` returns each queued tag exactly once, and only after
-/// the kernel's last access to its memory; dropping the engine waits for that for all
-/// tags.
-trait Engine: Send {
-    /// Queues an operation; [`Engine::submit`] starts it.
-    ///
-    /// # Safety
-    ///
-    /// The `iovecs` and their memory must stay allocated, and be
-    /// neither moved nor freed, until `reap` has returned `tag` or the
-    /// engine has been dropped. (The guest may change the bytes or shrink
-    /// the file behind them: only the kernel accesses them.)
-    unsafe fn queue(&mut self, tag: Tag, op: RawOp);
-
-    /// Starts the queued operations. Returns whether all were started; the others stay
-    /// queued for the next call.
-    fn submit(&mut self) -> bool;
-
-    /// Appends the finished tags with the system call's result: bytes, or a
-    /// negative errno.
-    fn reap(&mut self, done: &mut Vec<(Tag, i32)>);
-
-    /// Whether `reap` would return a tag. Clears stale readiness of `wake_fd`.
-    fn has_finished(&mut self) -> bool;
-
-    /// Readable when an operation has finished.
-    fn wake_fd(&self) -> BorrowedFd<'_>;
-
-    /// Blocks until a started operation has finished, or a signal arrives.
-    fn wait(&mut self);
-
-    /// The medium's condition. Values that cannot be queried count as good.
-    fn condition(&self) -> Condition;
-
-    /// Flushes all completed writes to the medium, and waits.
-    fn sync(&self) -> io::Result<()>;
-
-    /// The owner waits for everything in flight: an engine whose medium may be out of reach finishes
-    /// what it cannot complete soon, with ECANCELED; at once if it is `now`.
-    fn hurry(&mut self, _now: bool) {}
-
-    /// Whether the medium can be reached: of another host it may not, and then operations wait.
-    fn is_connected(&self) -> bool;
-}
-
 /// I/O on an image, by tag.
 pub struct BlockQueue {
     // Dropped first: waits for the kernel, which uses the memory of `transfers`.
@@ -199,6 +135,8 @@ pub struct BlockQueue {
     finished: Vec<(Tag, i32)>,
     done: Vec<(Tag, Result<(), BlockError>)>,
     all_submitted: bool,
+    /// The medium is a tap interface, here or at another host: each transfer is one frame.
+    frames: bool,
 }
 
 impl BlockQueue {
@@ -226,6 +164,23 @@ impl BlockQueue {
         Ok(Self::new(engine, depth, None))
     }
 
+    /// Frames of a tap interface, for up to `depth` transfers in flight.
+    pub fn tap(file: File, depth: u16) -> io::Result<Self> {
+        let engine = Box::new(TapEngine::start(file, depth)?);
+        Ok(Self::new(engine, depth, None).of_frames())
+    }
+
+    /// The medium is a tap interface: each transfer is one frame, and [`BlockQueue::moved`] its length.
+    pub fn of_frames(mut self) -> Self {
+        self.frames = true;
+        self
+    }
+
+    /// See [`BlockQueue::of_frames`].
+    fn is_of_frames(&self) -> bool {
+        self.frames
+    }
+
     /// I/O on a medium that fails as `faults` say.
     #[cfg(test)]
     pub fn faulty(
@@ -248,6 +203,7 @@ impl BlockQueue {
             finished: Vec::with_capacity(depth.into()),
             done: Vec::with_capacity(depth.into()),
             all_submitted: true,
+            frames: false,
         }
     }
 
@@ -365,6 +321,17 @@ impl BlockQueue {
         self.start(tag, Job::zero(offset, len, punch));
     }
 
+    /// Sets what the receiver of a tap interface's frames can do; with `discard`, what came for a former one is lost.
+    pub fn set_offloads(&mut self, tag: Tag, offloads: Offloads, discard: bool) {
+        let bits = offloads.bits();
+        self.start(tag, Job::Offloads { bits, discard });
+    }
+
+    /// The bytes that the last transfer of an idle tag has moved.
+    pub fn moved(&self, tag: Tag) -> u64 {
+        self.transfers[usize::from(tag)].moved()
+    }
+
     fn start(&mut self, tag: Tag, job: Job) {
         let transfer = &mut self.transfers[usize::from(tag)];
         if let Some(throttle) = &mut self.throttle {
@@ -428,7 +395,11 @@ impl BlockQueue {
             {
                 throttle.charge(transfer.zeroes_written(result));
             }
-            match transfer.finish(result) {
+            let step = match self.frames {
+                true => transfer.finish_frame(result),
+                false => transfer.finish(result),
+            };
+            match step {
                 Step::Continue(op) => {
                     self.queue(tag, op);
                     more = true;
@@ -488,12 +459,17 @@ impl BlockQueue {
 
 impl Drop for BlockQueue {
     fn drop(&mut self) {
+        if self.frames {
+            self.engine.cancel_reads();
+        }
         self.drain();
     }
 }
 
 /// The modes of fallocate(2) that are used.
 const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+/// One that no kernel knows: an image has no [`Offloads`].
+const NO_MODE: i32 = i32::MIN;
 const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
 /// The condition of a file or block device.

@@ -127,7 +127,7 @@ struct Operation {
 unsafe impl Send for Operation {}
 
 enum State {
-    Connected(Link),
+    Connected(Box<Link>),
     Waiting,
     GivenUp,
 }
@@ -147,6 +147,8 @@ pub(super) struct Network {
     hurried: Option<Instant>,
     /// The lender has asked for the device over this connection.
     release_asked: bool,
+    /// The engine is about to be dropped, and answers to reads may be under way.
+    reads_cancelled: bool,
     /// Frames may be left that no descriptor reports.
     more: bool,
     epoll: OwnedFd,
@@ -177,7 +179,7 @@ impl Network {
         }
         watch(&epoll, &first)?;
         Ok(Self {
-            state: State::Connected(first),
+            state: State::Connected(Box::new(first)),
             notices,
             supply,
             wake,
@@ -192,6 +194,7 @@ impl Network {
             },
             hurried: None,
             release_asked: false,
+            reads_cancelled: false,
             more: false,
             epoll,
             timer,
@@ -236,7 +239,7 @@ impl Network {
     }
 
     /// Takes the next connection, and sends over it what has no answer.
-    fn reconnect(&mut self, mut link: Link) {
+    fn reconnect(&mut self, mut link: Box<Link>) {
         if let Err(error) = watch(&self.epoll, &link) {
             return self.lose(LinkError::System(error));
         }
@@ -269,7 +272,11 @@ impl Network {
                 return;
             };
             let operations = &self.operations;
-            let place = |frame: &Frame| place(operations, frame);
+            let cancelled = self.reads_cancelled;
+            let place = |frame: &Frame| match (place(operations, frame), frame) {
+                (Err(_), Frame::Done { .. }) if cancelled => Ok(Memory::DISCARD),
+                (placed, _) => placed,
+            };
             let received = match until_empty {
                 true => link.receive(place),
                 false => link.receive_some(place),
@@ -327,7 +334,7 @@ impl Network {
         }
         while let Ok(supply) = self.supply.try_recv() {
             match (supply, &self.state) {
-                (Supply::Link(link), State::Waiting) => self.reconnect(*link),
+                (Supply::Link(link), State::Waiting) => self.reconnect(link),
                 (Supply::GivenUp, _) => self.give_up(),
                 (Supply::Link(_), _) => {}
             }
@@ -371,7 +378,7 @@ fn place(operations: &[Option<Operation>], frame: &Frame) -> Result<Memory, Fram
             (memory, len(*iovecs, *count), result.max(0))
         }
         Some(RawOp::Write { iovecs, count, .. }) => (Memory::NONE, len(*iovecs, *count), 0),
-        Some(RawOp::Sync | RawOp::Allocate { .. }) => (Memory::NONE, 0, 0),
+        Some(RawOp::Sync | RawOp::Allocate { .. } | RawOp::Offloads { .. }) => (Memory::NONE, 0, 0),
         None => return Err(FrameError::Unexpected(*frame)),
     };
     match i64::from(result) <= i64::from(most) && data as i32 == data_len {
@@ -427,6 +434,7 @@ fn post(link: &mut Link, tag: Tag, op: &RawOp) {
             };
             (frame, Memory::NONE)
         }
+        RawOp::Offloads { bits, discard } => (Frame::Offloads { tag, bits, discard }, Memory::NONE),
     };
     link.post(frame, memory);
 }
@@ -485,6 +493,20 @@ impl Engine for Network {
 
     fn is_connected(&self) -> bool {
         matches!(self.state, State::Connected(_))
+    }
+
+    fn cancel_reads(&mut self) {
+        for tag in 0..self.operations.len() {
+            let is_read = |it: &Operation| matches!(it.op, RawOp::Read { .. });
+            if self.operations[tag].as_ref().is_some_and(is_read) {
+                self.finish(tag as Tag, -libc::ECANCELED);
+            }
+        }
+        // Of a frame that has come in part, the rest has no memory any more.
+        if let State::Connected(link) = &mut self.state {
+            link.discard_incoming();
+        }
+        self.reads_cancelled = true;
     }
 
     fn hurry(&mut self, now: bool) {

@@ -14,7 +14,7 @@ use std::{
 
 use farside_medium::Condition;
 
-use super::{Durability, Engine, RawOp, Tag, eventfd, last_errno, raw};
+use super::{Durability, Engine, NO_MODE, RawOp, Tag, eventfd, last_errno, raw};
 
 /// Threads of the pool: enough to overlap the medium's latency.
 const THREADS: usize = 4;
@@ -170,6 +170,7 @@ pub(super) fn perform(file: &File, op: RawOp) -> i32 {
             RawOp::Allocate { mode, offset, len } => {
                 libc::fallocate(fd, mode, offset as i64, len as i64) as isize
             }
+            RawOp::Offloads { .. } => libc::fallocate(fd, NO_MODE, 0, 1) as isize,
         }
     };
     match result {

@@ -44,6 +44,11 @@ pub(super) enum Job {
         method: ZeroMethod,
         punch: bool,
     },
+    /// Of a tap interface.
+    Offloads {
+        bits: u32,
+        discard: bool,
+    },
 }
 
 /// Methods to zero a range, in the order of attempts.
@@ -138,7 +143,11 @@ impl Transfer {
                 len,
                 ..
             } if writes_zeroes => len,
-            Job::Idle | Job::Flush | Job::Allocate { .. } | Job::Zero { .. } => 0,
+            Job::Idle
+            | Job::Flush
+            | Job::Allocate { .. }
+            | Job::Zero { .. }
+            | Job::Offloads { .. } => 0,
         }
     }
 
@@ -172,7 +181,7 @@ impl Transfer {
                     iov_len: len,
                 });
             }
-            Job::Flush | Job::Allocate { .. } | Job::Zero { .. } => {}
+            Job::Flush | Job::Allocate { .. } | Job::Zero { .. } | Job::Offloads { .. } => {}
         }
         let op = Self::op(&job, &self.iovecs, self.next, self.moved)?;
         self.job = job;
@@ -216,6 +225,7 @@ impl Transfer {
             }),
             Job::Flush => Some(RawOp::Sync),
             Job::Allocate { mode, offset, len } => Some(RawOp::Allocate { mode, offset, len }),
+            Job::Offloads { bits, discard } => Some(RawOp::Offloads { bits, discard }),
             Job::Zero {
                 offset,
                 len,
@@ -261,6 +271,21 @@ impl Transfer {
         }
     }
 
+    /// Handles the result of the only system call for a frame.
+    pub(super) fn finish_frame(&mut self, result: i32) -> Step {
+        self.job = Job::Idle;
+        self.moved = u64::try_from(result).unwrap_or(0);
+        Step::Done(match result {
+            0.. => Ok(()),
+            _ => Err(error_of(-result)),
+        })
+    }
+
+    /// The bytes that the last job has transferred.
+    pub(super) fn moved(&self) -> u64 {
+        self.moved
+    }
+
     /// Returns whether the job is complete.
     fn advance(&mut self, result: i32) -> Result<bool, BlockError> {
         if result < 0 {
@@ -268,7 +293,7 @@ impl Transfer {
         }
         self.retries = 0;
         match self.job {
-            Job::Idle | Job::Flush | Job::Allocate { .. } => Ok(true),
+            Job::Idle | Job::Flush | Job::Allocate { .. } | Job::Offloads { .. } => Ok(true),
             Job::Zero {
                 len,
                 method: ZeroMethod::Write,
@@ -352,12 +377,18 @@ impl Transfer {
                 self.retries += 1;
                 Ok(())
             }
-            libc::EFAULT => Err(BlockError::GuestMemory),
-            libc::ENOSPC | libc::EDQUOT => Err(BlockError::NoSpace),
-            libc::EOPNOTSUPP | libc::ENOSYS => Err(BlockError::Unsupported),
-            libc::EROFS | libc::EPERM => Err(BlockError::ReadOnly),
-            libc::ECANCELED => Err(BlockError::Unreachable),
-            _ => Err(BlockError::Medium(errno)),
+            _ => Err(error_of(errno)),
         }
+    }
+}
+
+fn error_of(errno: i32) -> BlockError {
+    match errno {
+        libc::EFAULT => BlockError::GuestMemory,
+        libc::ENOSPC | libc::EDQUOT => BlockError::NoSpace,
+        libc::EOPNOTSUPP | libc::ENOSYS => BlockError::Unsupported,
+        libc::EROFS | libc::EPERM => BlockError::ReadOnly,
+        libc::ECANCELED => BlockError::Unreachable,
+        _ => BlockError::Medium(errno),
     }
 }

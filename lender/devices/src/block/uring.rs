@@ -17,7 +17,7 @@ use io_uring::{IoUring, Probe, opcode, register::Restriction, squeue, types};
 
 use farside_medium::Condition;
 
-use super::{Durability, Engine, RawOp, Tag, raw};
+use super::{Durability, Engine, NO_MODE, RawOp, Tag, raw};
 
 pub(super) struct Uring {
     ring: IoUring,
@@ -139,6 +139,7 @@ impl Uring {
                 .mode(mode)
                 .build()
                 .flags(squeue::Flags::ASYNC),
+            RawOp::Offloads { .. } => opcode::Fallocate::new(IMAGE, 1).mode(NO_MODE).build(),
         }
     }
 

@@ -179,7 +179,7 @@ impl Nvme {
             block,
             features: Features::new(config.queues),
             logs: Logs::new(),
-            medium: Medium::new(&config.image, size),
+            medium: Medium::new(format!("image {}", config.image.display()), size),
             events: Events::default(),
             stats: Stats::default(),
             msix_table: power_on_table(config.vectors()),

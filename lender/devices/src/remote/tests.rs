@@ -6,7 +6,10 @@ use farside_medium::Link;
 use super::*;
 use crate::{
     Dma, Interrupts,
-    block::{Ended, EngineChoice, LentMedium, Limits, MediumKeeper, Notice, Supply, remote_medium},
+    block::{
+        BlockQueue, DEPTH, Ended, EngineChoice, LentMedium, MediumKeeper, Notice, Supply,
+        remote_medium,
+    },
     dma_test::{Command, reg, status},
 };
 
@@ -66,8 +69,7 @@ fn links() -> (Link, Link) {
 fn lend(link: Link) -> LentMedium {
     let image = tempfile::tempfile().unwrap();
     LentMedium::new(
-        image,
-        (EngineChoice::Threads, Limits::default()),
+        BlockQueue::open(image, EngineChoice::Threads, DEPTH).unwrap(),
         (0, true),
         ("dma0", link),
     )

@@ -4,7 +4,7 @@
 //! # Requests
 //!
 //! 1. The driver puts a descriptor chain into a queue, and notifies if it was asked to (`pci`).
-//! 2. A poll takes the chain out of guest memory, once (`queue`, `memory`), and decodes it (`blk`).
+//! 2. A poll takes the chain out of guest memory, once (`queue`, `memory`), and decodes it (`blk`, `net`).
 //! 3. Buffers become host slices, and these the vectors of one system call, as with
 //!    [NVMe](crate::nvme): data moves between the image and guest memory without a bounce buffer.
 //! 4. The request is returned, and once per batch the interrupt raised.
@@ -24,6 +24,7 @@
 
 mod blk;
 mod memory;
+pub mod net;
 mod pci;
 mod queue;
 pub(crate) mod saved;
@@ -32,5 +33,6 @@ pub(crate) mod saved;
 mod tests;
 
 pub use blk::{Config, ConfigError, VirtioBlk};
+pub use net::VirtioNet;
 pub use pci::VENDOR_ID;
 pub(crate) use saved::STATE_KIND;

@@ -163,21 +163,20 @@ impl VirtQueue {
         dma: &mut dyn Dma,
         act: impl FnOnce(&mut Queue, &QueueMemory<'_>) -> Result<R, virtio_queue::Error>,
     ) -> Result<R, QueueError> {
-        self.with_available(dma, None, act)
+        self.with_instead(dma, None, act)
     }
 
-    /// Calls `act` with memory, which begins with this instead where the available ring is.
-    fn with_available<R>(
+    /// Calls `act` with memory, in which this stands for what the guest has at that address.
+    fn with_instead<R>(
         &mut self,
         dma: &mut dyn Dma,
-        available: Option<VolatileSlice<'_>>,
+        instead: Option<(u64, VolatileSlice<'_>)>,
         act: impl FnOnce(&mut Queue, &QueueMemory<'_>) -> Result<R, virtio_queue::Error>,
     ) -> Result<R, QueueError> {
         for range in &mut self.kept {
             range.translate(dma).map_err(QueueError::Fault)?;
         }
-        let available = available.map(|it| (self.queue.avail_ring(), it));
-        let memory = QueueMemory::new(dma, &self.kept, available);
+        let memory = QueueMemory::new(dma, &self.kept, instead);
         let result = act(&mut self.queue, &memory);
         match memory.fault() {
             Some(fault) => Err(QueueError::Fault(fault)),
@@ -226,7 +225,8 @@ impl VirtQueue {
         segments.clear();
         // Also of a chain without descriptors.
         let mut incomplete = true;
-        let head = self.with_available(dma, available, |queue, memory| {
+        let available = available.map(|it| (self.queue.avail_ring(), it));
+        let head = self.with_instead(dma, available, |queue, memory| {
             let chain = queue.iter(memory)?.next();
             let Some(mut chain) = chain else {
                 return Ok(None);
@@ -249,6 +249,45 @@ impl VirtQueue {
             Some(_) if incomplete => Err(QueueError::Chain(most)),
             head => Ok(head),
         }
+    }
+
+    /// Has the last `count` requests that were taken be taken again.
+    pub(super) fn untake(&mut self, count: u16) {
+        self.taken -= u64::from(count);
+        self.queue.set_next_avail(self.taken as u16);
+    }
+
+    /// Returns requests with so many bytes written, of which the driver sees all or none.
+    pub(super) fn give_back_all(
+        &mut self,
+        dma: &mut dyn Dma,
+        requests: &[(u16, u32)],
+    ) -> Result<(), QueueError> {
+        let Some((last, before)) = requests.split_last() else {
+            return Ok(());
+        };
+        // Flags and index of the used ring (2.7.8): the driver does not see the index move before the last.
+        let mut header = [0u8; 4];
+        for (head, len) in before {
+            let instead = Some((self.queue.used_ring(), VolatileSlice::from(&mut header[..])));
+            self.with_instead(dma, instead, |queue, memory| {
+                queue.add_used(memory, *head, *len)
+            })?;
+        }
+        let (head, len) = *last;
+        self.with(dma, |queue, memory| queue.add_used(memory, head, len))?;
+        self.given_back += requests.len() as u64;
+        Ok(())
+    }
+
+    /// Goes on with the queue of a process before this one, which has given requests back in their order: those that are
+    /// not given back are taken again. Whatever the driver may have written there, only its own queue is affected.
+    pub(super) fn resume(&mut self, dma: &mut dyn Dma) -> Result<(), QueueError> {
+        let used = self.with(dma, |queue, memory| {
+            queue.used_idx(memory, Ordering::Acquire)
+        })?;
+        self.resume_at(used.0.into(), used.0.into());
+        Ok(())
     }
 
     /// Returns a request with `len` bytes written.
@@ -292,10 +331,18 @@ impl VirtQueue {
         Ok(std::mem::take(&mut self.interrupt_is_due) || wanted)
     }
 
-    /// Has the driver notify of new requests. Returns whether there are any.
-    pub(super) fn enable_notifications(&mut self, dma: &mut dyn Dma) -> Result<bool, QueueError> {
+    /// Has the driver notify of requests behind the next `known` ones. Returns whether there are any.
+    pub(super) fn enable_notifications(
+        &mut self,
+        dma: &mut dyn Dma,
+        known: u16,
+    ) -> Result<bool, QueueError> {
         self.quiet = false;
-        self.with(dma, |queue, memory| queue.enable_notification(memory))
+        let next = self.taken as u16;
+        self.queue.set_next_avail(next.wrapping_add(known));
+        let enabled = self.with(dma, |queue, memory| queue.enable_notification(memory));
+        self.queue.set_next_avail(next);
+        enabled
     }
 
     /// Has the driver not notify: the queue is polled.

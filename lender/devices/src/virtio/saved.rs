@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use super::{pci::NO_VECTOR, queue::QueueSetup};
 use crate::state::{Kind, Snapshot};
 
-/// The state of a virtio-blk device.
-pub(crate) const STATE_KIND: Kind = Kind::new(*b"FARSVBLK", "a virtio-blk device");
+/// The state of a virtio device; the number is that of the first type.
+pub(crate) const STATE_KIND: Kind = Kind::new(*b"FARSVBLK", "a virtio device");
 
 /// Since version 2.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -186,6 +186,9 @@ impl WorkerDevice {
                     ..config.clone()
                 },
             }),
+            config::Model::VirtioNet(config) => remote::Model::VirtioNet(remote::Net {
+                virtio_net: config.clone(),
+            }),
             config::Model::DmaTest(_) => remote::Model::DmaTest(remote::NoMedium::DmaTest),
         };
         let image = kind.image.as_ref();
@@ -210,6 +213,7 @@ impl WorkerDevice {
             limits,
             size: kind.image.as_ref().map_or(0, |image| image.size),
             read_only,
+            frames: matches!(kind.model, config::Model::VirtioNet(_)),
             secrets,
         })))
     }
@@ -261,6 +265,9 @@ impl WorkerDevice {
                 config: serde_json::to_string(config).map_err(StartError::Config)?,
                 size: image.size,
                 punches_holes: image.punches_holes,
+            },
+            (config::Model::VirtioNet(config), Some(_)) => Model::VirtioNet {
+                config: serde_json::to_string(config).map_err(StartError::Config)?,
             },
             _ => Model::DmaTest,
         };

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use rustix::net::{SendFlags, send};
 
 use super::*;
-use crate::block::{BlockError, BlockQueue, Ended, EngineChoice, LentMedium, Limits};
+use crate::block::{self, BlockError, BlockQueue, Ended, EngineChoice, LentMedium, Limits};
 
 const SIZE: u64 = 1 << 20;
 const DEPTH: u16 = 8;
@@ -36,9 +36,9 @@ fn lend(image: &File, read_only: bool, link: Link) -> LentMedium {
 
 fn lend_with(image: &File, read_only: bool, link: Link, limits: Limits) -> LentMedium {
     let image = image.try_clone().unwrap();
+    let block = BlockQueue::open(image, EngineChoice::Threads, block::DEPTH);
     LentMedium::new(
-        image,
-        (EngineChoice::Threads, limits),
+        block.and_then(|block| block.limited(limits)).unwrap(),
         (SIZE, read_only),
         ("disk0", link),
     )

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use farside_fabric::Size;
 use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
@@ -122,7 +123,7 @@ impl Config {
 
     /// The function on an image of `size` bytes.
     pub fn description(&self, size: u64) -> Description {
-        pci::description(KIND, self.queues, size)
+        pci::description(KIND, self.queues, Size(size))
     }
 
     /// The serial number of the device `id`.

@@ -144,7 +144,7 @@ impl VirtioBlk {
             transport: Transport::new(KIND, id.to_owned(), config.queues, features, description),
             block,
             slots: Slots::new(),
-            medium: Medium::new(&config.image, size),
+            medium: Medium::new(format!("image {}", config.image.display()), size),
             config: layout::configuration(config, sectors, punches_holes),
             serial: config.serial_for(id),
             sectors,

@@ -1,7 +1,8 @@
 //! The function's configuration-space image: a virtio device with power management, PCI Express (with
 //! function-level reset) and MSI-X.
 
-use farside_fabric::Size;
+use std::fmt;
+
 use farside_pci::{
     Bar, BarKind, ConfigImage, Description,
     regs::{EXP_DEVCAP, EXP_DEVCAP2, EXP_LNKCAP, INTERRUPT_PIN},
@@ -15,8 +16,13 @@ use super::{
 /// Device id of type 0.
 const DEVICE_ID_BASE: u16 = 0x1040;
 
-/// The description of a function with a vector for each of `queues` queues and one for its configuration.
-pub(in crate::virtio) fn description(kind: Kind, queues: u16, size: u64) -> Description {
+/// The description of a function with a vector for each of `queues` queues and one for its configuration, and its
+/// summary with the `detail`.
+pub(in crate::virtio) fn description(
+    kind: Kind,
+    queues: u16,
+    detail: impl fmt::Display,
+) -> Description {
     const EXPRESS: usize = 0x50;
     const PAYLOAD_256: u32 = 1;
     const ASPM_COMPLIANT: u32 = 1 << 22;
@@ -65,6 +71,6 @@ pub(in crate::virtio) fn description(kind: Kind, queues: u16, size: u64) -> Desc
         intx: true,
         msi_vectors: 0,
         msix_vectors: vectors,
-        summary: format!("farside {}, {}", kind.name, Size(size)),
+        summary: format!("farside {}, {detail}", kind.name),
     }
 }

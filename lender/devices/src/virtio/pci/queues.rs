@@ -77,6 +77,54 @@ impl Transport {
         Some((head, entry))
     }
 
+    /// Takes the next request of queue `index`, of which no record is kept: requests of the queue are given back in
+    /// their order, and what is not is taken again after the end of this process.
+    pub(in crate::virtio) fn take_in_order(
+        &mut self,
+        index: u16,
+        bus: &mut Bus<'_>,
+        segments: &mut Vec<Segment>,
+        most: usize,
+    ) -> Option<u16> {
+        self.with_queue(index, bus, |queue, dma| {
+            let head = queue.take(dma, segments, most)?;
+            if head.is_some() {
+                queue.disable_notifications(dma)?;
+            }
+            Ok(head)
+        })?
+    }
+
+    /// Has the last `count` requests of queue `index` that were taken be taken again.
+    pub(in crate::virtio) fn untake(&mut self, index: u16, count: u16) {
+        let state = self.queues.get_mut(usize::from(index));
+        if let Some(queue) = state.and_then(|state| state.queue.as_mut()) {
+            queue.untake(count);
+        }
+    }
+
+    /// Returns requests of queue `index` with so many bytes written, all at once.
+    pub(in crate::virtio) fn give_back_in_order(
+        &mut self,
+        index: u16,
+        requests: &[(u16, u32)],
+        bus: &mut Bus<'_>,
+    ) {
+        self.demand(index);
+        let done = self.with_queue(index, bus, |queue, dma| queue.give_back_all(dma, requests));
+        if done.is_some() {
+            self.queues[usize::from(index)].returned = true;
+        }
+    }
+
+    /// Goes on with the queues of a process before this one, whose requests are given back in their order.
+    pub(in crate::virtio) fn resume_in_order(&mut self, bus: &mut Bus<'_>) {
+        for index in 0..self.queue_count() {
+            self.demand(index);
+            self.with_queue(index, bus, VirtQueue::resume);
+        }
+    }
+
     /// Returns a request with `len` bytes written; [`Transport::interrupt_driver`] interrupts the driver.
     pub(in crate::virtio) fn give_back(
         &mut self,
@@ -153,11 +201,22 @@ impl Transport {
     pub(in crate::virtio) fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
         let mut pending = false;
         for index in 0..self.queue_count() {
-            pending |= self
-                .with_queue(index, bus, VirtQueue::enable_notifications)
-                .unwrap_or(false);
+            pending |= self.enable_notifications_of(index, 0, bus);
         }
         pending
+    }
+
+    /// The same of queue `index`, for requests behind the next `known` ones.
+    pub(in crate::virtio) fn enable_notifications_of(
+        &mut self,
+        index: u16,
+        known: u16,
+        bus: &mut Bus<'_>,
+    ) -> bool {
+        let enabled = self.with_queue(index, bus, |queue, dma| {
+            queue.enable_notifications(dma, known)
+        });
+        enabled.unwrap_or(false)
     }
 
     /// Drops translations, as a quiesce requires.

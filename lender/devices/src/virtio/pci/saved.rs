@@ -169,11 +169,20 @@ impl Transport {
     /// not considered: its addresses are in descriptors, which the guest may have changed. A request whose data cannot
     /// be reached fails, as any does.
     pub(in crate::virtio) fn can_go_on(&self, requests: &[InFlight], bus: &mut Bus<'_>) -> bool {
+        self.can_go_on_with(requests.iter().map(|it| it.queue), bus)
+    }
+
+    /// The same of these queues.
+    pub(in crate::virtio) fn can_go_on_with(
+        &self,
+        mut queues: impl Iterator<Item = u16>,
+        bus: &mut Bus<'_>,
+    ) -> bool {
         self.status & DRIVER_OK != 0
             && !self.resetting
             && bus.dma.is_bus_master()
-            && requests.iter().all(|it| {
-                let state = self.queues.get(usize::from(it.queue));
+            && queues.all(|index| {
+                let state = self.queues.get(usize::from(index));
                 let queue = state.filter(|it| !it.is_demanded);
                 let queue = queue.and_then(|state| state.queue.as_ref());
                 queue.is_none_or(|queue| queue.is_reachable(bus.dma))

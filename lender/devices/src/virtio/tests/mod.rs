@@ -4,6 +4,7 @@ mod bench;
 mod blk;
 mod faults;
 mod hostile;
+mod net;
 mod network;
 mod recovery;
 mod registers;

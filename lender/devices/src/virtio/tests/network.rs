@@ -13,7 +13,7 @@ use super::world::{
 };
 use crate::{
     Device,
-    block::{EngineChoice, LentMedium, Limits, MediumKeeper, Supply, remote_medium},
+    block::{BlockQueue, DEPTH, EngineChoice, LentMedium, MediumKeeper, Supply, remote_medium},
     virtio::{Config, VirtioBlk},
 };
 
@@ -90,8 +90,7 @@ fn lend(driver: &Driver, link: Link) -> LentMedium {
     let image = File::options().read(true).write(true).open(&driver.image);
     let read_only = false;
     LentMedium::new(
-        image.unwrap(),
-        (EngineChoice::Threads, Limits::default()),
+        BlockQueue::open(image.unwrap(), EngineChoice::Threads, DEPTH).unwrap(),
         (IMAGE, read_only),
         ("disk0", link),
     )

@@ -436,7 +436,7 @@ fn what_no_device_writes_is_refused_in_words() {
     let nvme = refusal(&mut driver, 0, b"FARSNVME");
     assert_eq!(
         nvme,
-        "the state is that of an NVMe controller, and not of a virtio-blk device"
+        "the state is that of an NVMe controller, and not of a virtio device"
     );
     let text = refusal(&mut driver, 8, &[9]);
     assert!(text.contains("version 9"), "{text}");

@@ -1,12 +1,10 @@
 //! Devices that are killed, and media that fail.
 
-use farside_fabric::memory::SharedMemory;
-
 use super::{
     crash,
     failing::{Faults, Watch},
     watch::Id,
-    world::Driver,
+    world::{Disk, Driver, Model},
 };
 use crate::{
     Device,
@@ -15,15 +13,6 @@ use crate::{
 };
 
 impl Driver {
-    /// Has a state outlive the device.
-    pub fn keep_state(&mut self) {
-        let size = self.device.state_bytes() as usize;
-        let memory = SharedMemory::anonymous(size).unwrap();
-        let state = memory.slice(0, size).unwrap();
-        assert!(!self.device.set_state(state.clone(), false).unwrap());
-        self.state = Some(state);
-    }
-
     /// Has a medium that fails, and a watch on it.
     pub fn set_faults(&mut self, faults: Faults) -> Watch {
         let watch = Watch::default();
@@ -58,24 +47,6 @@ impl Driver {
         VirtioBlk::with_block("disk0", &self.config, block, medium).unwrap()
     }
 
-    /// Starts another device in place of one that was killed.
-    pub fn restart(&mut self) {
-        crash::after(None);
-        self.kills += 1;
-        self.irq.line = false;
-        self.device = self.open();
-        if let Some(watch) = &self.watch {
-            watch.restarted(&self.returned());
-        }
-        let state = self.state.clone().unwrap();
-        self.device.set_state(state, true).unwrap();
-        crash::after(match self.faults {
-            // Else a process might never get as far as the next.
-            Some(_) => self.kill_every.take(),
-            None => self.kill_every,
-        });
-    }
-
     /// The requests that the guest can see to be returned, and has not taken.
     fn returned(&self) -> Vec<Id> {
         let mut returned = Vec::new();
@@ -87,5 +58,26 @@ impl Driver {
             }
         }
         returned
+    }
+}
+
+impl Model for VirtioBlk {
+    type World = Disk;
+
+    fn restart(driver: &mut Driver) {
+        crash::after(None);
+        driver.kills += 1;
+        driver.irq.line = false;
+        driver.device = driver.open();
+        if let Some(watch) = &driver.watch {
+            watch.restarted(&driver.returned());
+        }
+        let state = driver.state.clone().unwrap();
+        driver.device.set_state(state, true).unwrap();
+        crash::after(match driver.faults {
+            // Else a process might never get as far as the next.
+            Some(_) => driver.kill_every.take(),
+            None => driver.kill_every,
+        });
     }
 }

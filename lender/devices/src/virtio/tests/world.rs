@@ -1,7 +1,8 @@
-//! A virtio-blk driver, scripted.
+//! Drivers of virtio devices, scripted: what all have in common, and the disk's.
 
 use std::{
     fs::File,
+    ops::{Deref, DerefMut},
     os::unix::fs::FileExt,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     path::PathBuf,
@@ -9,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_fabric::memory::HostSlice;
+use farside_fabric::memory::{HostSlice, SharedMemory};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::retry_on_intr,
@@ -116,9 +117,17 @@ impl Queue {
     }
 }
 
+/// A device under test, and what is around it.
+pub trait Model: Device + Sized {
+    type World;
+
+    /// Starts another device in place of one that was killed.
+    fn restart(driver: &mut Driver<Self>);
+}
+
 /// Test fixture: device, memory, interrupts and queues.
-pub struct Driver {
-    pub device: VirtioBlk,
+pub struct Driver<D: Model = VirtioBlk> {
+    pub device: D,
     pub memory: Memory,
     pub irq: Irq,
     pub queues: Vec<Queue>,
@@ -127,6 +136,31 @@ pub struct Driver {
     pub indirect: bool,
     /// Notifications.
     pub kicks: u64,
+    /// The state of a device that can be killed.
+    pub state: Option<HostSlice>,
+    /// How often it was.
+    pub kills: u32,
+    /// It is killed again after so many points.
+    pub kill_every: Option<u64>,
+    pub world: D::World,
+}
+
+impl<D: Model> Deref for Driver<D> {
+    type Target = D::World;
+
+    fn deref(&self) -> &D::World {
+        &self.world
+    }
+}
+
+impl<D: Model> DerefMut for Driver<D> {
+    fn deref_mut(&mut self) -> &mut D::World {
+        &mut self.world
+    }
+}
+
+/// What is around a disk.
+pub struct Disk {
     pub image: PathBuf,
     _directory: TempDir,
     pub config: Config,
@@ -135,12 +169,6 @@ pub struct Driver {
     /// Of a medium that fails.
     pub faults: Option<Faults>,
     pub watch: Option<Watch>,
-    /// The state of a device that can be killed.
-    pub state: Option<HostSlice>,
-    /// How often it was.
-    pub kills: u32,
-    /// It is killed again after so many points.
-    pub kill_every: Option<u64>,
 }
 
 pub const ENGINES: [EngineChoice; 2] = [EngineChoice::IoUring, EngineChoice::Threads];
@@ -174,24 +202,18 @@ impl Driver {
             file: lent.file.try_clone().unwrap(),
             ..lent
         };
-        Self {
-            device: VirtioBlk::with_image("disk0", &config, image_of_device).unwrap(),
-            memory: Memory::new(),
-            irq: Irq::default(),
-            queues: Vec::new(),
-            features: 0,
-            indirect: false,
-            kicks: 0,
-            image,
-            _directory: directory,
-            config,
-            lent,
-            faults: None,
-            watch: None,
-            state: None,
-            kills: 0,
-            kill_every: None,
-        }
+        let device = VirtioBlk::with_image("disk0", &config, image_of_device).unwrap();
+        Self::new(
+            device,
+            Disk {
+                image,
+                _directory: directory,
+                config,
+                lent,
+                faults: None,
+                watch: None,
+            },
+        )
     }
 
     /// Running, with two queues.
@@ -199,6 +221,38 @@ impl Driver {
         let mut driver = Self::off(configure);
         driver.start();
         driver
+    }
+}
+
+impl<D: Model> Driver<D> {
+    pub fn new(device: D, world: D::World) -> Self {
+        Self {
+            device,
+            memory: Memory::new(),
+            irq: Irq::default(),
+            queues: Vec::new(),
+            features: 0,
+            indirect: false,
+            kicks: 0,
+            state: None,
+            kills: 0,
+            kill_every: None,
+            world,
+        }
+    }
+
+    /// Has a state outlive the device.
+    pub fn keep_state(&mut self) {
+        let size = self.device.state_bytes() as usize;
+        let memory = SharedMemory::anonymous(size).unwrap();
+        let state = memory.slice(0, size).unwrap();
+        assert!(!self.device.set_state(state.clone(), false).unwrap());
+        self.state = Some(state);
+    }
+
+    /// Starts another device in place of one that was killed.
+    pub fn restart(&mut self) {
+        D::restart(self);
     }
 
     pub fn start(&mut self) {
@@ -265,7 +319,7 @@ impl Driver {
     }
 
     /// Again after a kill, as a backend sends what a worker has not served.
-    pub fn with<R>(&mut self, mut act: impl FnMut(&mut VirtioBlk, &mut Bus<'_>) -> R) -> R {
+    pub fn with<R>(&mut self, mut act: impl FnMut(&mut D, &mut Bus<'_>) -> R) -> R {
         loop {
             let mut bus = Bus {
                 dma: &mut self.memory,
@@ -277,7 +331,7 @@ impl Driver {
             let device = &mut self.device;
             match catch_unwind(AssertUnwindSafe(|| act(device, &mut bus))) {
                 Ok(result) => return result,
-                Err(killed) if killed.is::<Killed>() => self.restart(),
+                Err(killed) if killed.is::<Killed>() => D::restart(self),
                 Err(panic) => resume_unwind(panic),
             }
         }
@@ -407,22 +461,6 @@ impl Driver {
         head
     }
 
-    /// Puts a request into a queue. Returns its head.
-    pub fn request(&mut self, queue: usize, kind: u32, sector: u64, data: &[Buffer]) -> u16 {
-        // As `chain` takes them.
-        let count = if self.indirect { 1 } else { data.len() + 2 };
-        let free = &self.queues[queue].free;
-        let head = free[free.len() - count];
-        let at = self.memory_of(queue, head);
-        self.memory.put_qwords(at, [kind.into(), sector]);
-        self.memory.put(at + 16, &[0xff]);
-        let mut buffers = vec![readable(at, 16)];
-        buffers.extend(data);
-        buffers.push(writable(at + 16, 1));
-        assert_eq!(self.submit(queue, &buffers), head);
-        head
-    }
-
     /// Number `seen` of the requests that were returned: its head, and the bytes written.
     pub fn look(&self, queue: &Queue, seen: u16) -> Option<(u16, u32)> {
         let used = queue.used;
@@ -464,6 +502,35 @@ impl Driver {
         taken.unwrap()
     }
 
+    /// Waits until the device needs a reset.
+    pub fn wait_for_failure(&mut self) {
+        self.until("failure", |driver| driver.status() & 0x40 != 0);
+    }
+
+    pub fn stat(&self, name: &str) -> u64 {
+        let stats = self.device.stats().into_iter();
+        let mut named = stats.filter(|(other, _)| *other == name);
+        named.next().unwrap().1
+    }
+}
+
+impl Driver {
+    /// Puts a request into a queue. Returns its head.
+    pub fn request(&mut self, queue: usize, kind: u32, sector: u64, data: &[Buffer]) -> u16 {
+        // As `chain` takes them.
+        let count = if self.indirect { 1 } else { data.len() + 2 };
+        let free = &self.queues[queue].free;
+        let head = free[free.len() - count];
+        let at = self.memory_of(queue, head);
+        self.memory.put_qwords(at, [kind.into(), sector]);
+        self.memory.put(at + 16, &[0xff]);
+        let mut buffers = vec![readable(at, 16)];
+        buffers.extend(data);
+        buffers.push(writable(at + 16, 1));
+        assert_eq!(self.submit(queue, &buffers), head);
+        head
+    }
+
     /// Executes a request of the first queue. Returns its status, and the bytes written.
     pub fn execute(&mut self, kind: u32, sector: u64, data: &[Buffer]) -> (u8, u32) {
         let head = self.request(0, kind, sector, data);
@@ -474,11 +541,6 @@ impl Driver {
 
     pub fn status_of(&self, queue: usize, head: u16) -> u8 {
         self.memory.get(self.memory_of(queue, head) + 16, 1)[0]
-    }
-
-    /// Waits until the device needs a reset.
-    pub fn wait_for_failure(&mut self) {
-        self.until("failure", |driver| driver.status() & 0x40 != 0);
     }
 
     /// The image's bytes, read directly.
@@ -492,12 +554,6 @@ impl Driver {
     pub fn set_disk(&self, at: u64, bytes: &[u8]) {
         let file = File::options().write(true).open(&self.image).unwrap();
         file.write_all_at(bytes, at).unwrap();
-    }
-
-    pub fn stat(&self, name: &str) -> u64 {
-        let stats = self.device.stats().into_iter();
-        let mut named = stats.filter(|(other, _)| *other == name);
-        named.next().unwrap().1
     }
 }
 
