@@ -25,6 +25,7 @@ mod image;
 mod mtree;
 mod status;
 mod told;
+mod traffic;
 pub mod two_hosts;
 
 pub use binary::{farside as farside_program, scripted_vmm as scripted_vmm_program};
@@ -38,6 +39,7 @@ pub use image::{noise, sha256, sha256_of};
 pub use mtree::shared_ram;
 pub use status::{Borrow, Lent, Status};
 pub use told::{Weight, from_env, told, trial};
+pub use traffic::Transfer;
 
 use std::time::Duration;
 

@@ -11,6 +11,7 @@ mod play;
 use std::{
     collections::BTreeMap,
     fs,
+    net::TcpListener,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -108,6 +109,18 @@ impl Stage {
             ip(&["-n", host, "link", "set", "wire", "up"])?;
         }
         Ok(())
+    }
+
+    /// `ip` on a host, with the words of `line`.
+    pub fn ip(&self, host: &str, line: &str) -> Result<()> {
+        let name = self.netns(host);
+        let words = ["-n", &name].into_iter().chain(line.split(' '));
+        ip(&words.collect::<Vec<_>>()).map(drop)
+    }
+
+    /// A socket that listens on a host.
+    pub fn listen(&self, host: &str, address: &str) -> Result<TcpListener> {
+        netns::listen(&self.netns(host), address)
     }
 
     fn netns(&self, host: &str) -> String {

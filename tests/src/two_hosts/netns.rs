@@ -1,12 +1,16 @@
 //! Network namespaces, made with the test bed's `ip`.
 
 use std::{
+    fs::File,
+    net::TcpListener,
+    os::fd::AsFd,
     process::{Command, Stdio},
     sync::LazyLock,
 };
 
 use anyhow::{Context, Result, ensure};
 use farside_testbed::lacks_root;
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::testbed;
 
@@ -36,6 +40,20 @@ pub(super) fn add(name: &str) -> Result<()> {
     let mut unshare = Command::new("unshare");
     unshare.arg("--net").arg(tool.get_program());
     run(unshare, &["netns", "add", name]).map(drop)
+}
+
+/// A socket that listens in the network namespace `name`.
+pub(super) fn listen(name: &str, address: &str) -> Result<TcpListener> {
+    let namespace = File::open(format!("/run/netns/{name}"))?;
+    let address = (address.to_owned(), 0);
+    // A namespace is a thread's.
+    let listening = std::thread::spawn(move || {
+        let kind = Some(LinkNameSpaceType::Network);
+        move_into_link_name_space(namespace.as_fd(), kind)?;
+        TcpListener::bind(address)
+    });
+    let listening = listening.join().ok().context("a thread has panicked")?;
+    listening.with_context(|| format!("listening in {name}"))
 }
 
 pub(super) fn ip(args: &[&str]) -> Result<String> {

@@ -16,6 +16,7 @@ mod isolation;
 mod layout;
 mod life;
 mod loss;
+mod network_device;
 mod outlive;
 mod refusals;
 mod revoke;
@@ -109,6 +110,8 @@ fn main() {
         viommu::pages_are_mapped_for_each_io_and_for_no_longer,
         viommu::one_that_hides_its_mappings_is_named,
         virtio::a_virtio_blk_disk_is_used_reset_and_removed,
+        network_device::a_network_device_carries_data_is_reset_and_removed,
+        network_device::processes_that_are_killed_cost_a_guest_no_connection,
     ]
     .map(|(name, test)| {
         let heavy = HEAVY.iter().find(|(it, _)| *it == name);

@@ -225,12 +225,12 @@ fn errors(guest: &Guest<'_>) -> anyhow::Result<String> {
 }
 
 /// The worker of a device.
-fn worker(lender: u32, device: &str) -> anyhow::Result<Pid> {
+pub(crate) fn worker(lender: u32, device: &str) -> anyhow::Result<Pid> {
     child(lender, device)
 }
 
 /// The child of a process that has an argument.
-fn child(parent: u32, argument: &str) -> anyhow::Result<Pid> {
+pub(crate) fn child(parent: u32, argument: &str) -> anyhow::Result<Pid> {
     let threads = std::fs::read_dir(format!("/proc/{parent}/task"))?.flatten();
     let children = threads.map(|thread| std::fs::read_to_string(thread.path().join("children")));
     let pids: String = children.map(Result::unwrap_or_default).collect();

@@ -61,8 +61,12 @@ fn main() {
             play(Stage::new, test)
         })
     });
-    // Its driver is not in the lean guest.
-    let whole = tests![network::a_virtio_blk_disk_waits_for_its_lender].map(|(name, test)| {
+    // Their drivers are not in the lean guest.
+    let whole = tests![
+        network::a_virtio_blk_disk_waits_for_its_lender,
+        network::a_network_device_waits_for_its_lender_and_moves_with_its_vm,
+    ]
+    .map(|(name, test)| {
         let stage = || Stage::with(|_, builder| builder);
         trial(name, Weight::Hosts, move || {
             let _others = AT_ONCE.read().unwrap_or_else(PoisonError::into_inner);

@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use farside_testbed::Vm;
-use farside_tests::{BOOT, Daemon, sha256_of};
+use farside_tests::{BOOT, Daemon, Transfer, noise, sha256, sha256_of};
 use libtest_mimic::Completion;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -32,6 +32,12 @@ fn lend(stage: &Stage, settings: &str) -> Result<Daemon> {
 }
 
 fn lend_model(stage: &Stage, model: &str, settings: &str) -> Result<Daemon> {
+    lend_with(stage, &[model], settings)
+}
+
+/// As [`lend`]: the model of the disk, and more arguments.
+fn lend_with(stage: &Stage, args: &[&str], settings: &str) -> Result<Daemon> {
+    let (model, more) = args.split_first().context("no model")?;
     let ca = shown(&stage.path("b", "ca"));
     stage.ok("b", &["pki", "init", "--directory", &ca])?;
     for (host, address) in [("a", "10.99.0.1"), ("b", "10.99.0.2")] {
@@ -47,6 +53,7 @@ fn lend_model(stage: &Stage, model: &str, settings: &str) -> Result<Daemon> {
         "lend", "--name", "rack1", model, &drive, "--listen", address,
     ];
     lend.extend(["--borrower", "host=a", "--borrower", "host=b"]);
+    lend.extend(more);
     let lender = Daemon::start("the lender", stage.command("b", &lend)?)?;
     lender.wait_log(address, crate::SHORT)?;
     let text = stage.description()?;
@@ -188,4 +195,57 @@ pub fn a_guest_loses_a_drive_that_stays_out_of_reach_and_lives_on(
     ensure!(stage.running()? == ["a"], "{:?}", stage.running());
     stage.ok("a", &["stop", VM])?;
     Ok(Completion::Completed)
+}
+
+/// A tap interface of host `b` is the VM's network device, on whichever host it runs.
+pub fn a_network_device_waits_for_its_lender_and_moves_with_its_vm(
+    stage: &Stage,
+) -> Result<Completion> {
+    for line in [
+        "tuntap add tap0 mode tap",
+        "address add 10.98.0.1/24 dev tap0",
+        "link set tap0 up",
+    ] {
+        stage.ip("b", line)?;
+    }
+    let lender = lend_with(stage, &["--nvme", "--virtio-net", "nic0=tap0"], "")?;
+    let text = fs::read_to_string(stage.path("a", &format!("etc/vm/{VM}.toml")))?;
+    let drive = "{ id = \"disk0\", port = 1 }";
+    let both = text.replace(drive, &format!("{drive}, {{ id = \"nic0\", port = 2 }}"));
+    ensure!(both != text, "the VM's devices are others: {text}");
+    stage.describe(&both)?;
+    stage.ok("a", &["start", VM])?;
+    let mut guest = stage.guest()?;
+    lender.wait_log("device nic0: lent over the network", crate::SHORT)?;
+    let up = "modprobe virtio_net
+        ip address add 10.98.0.2/24 dev eth0; ip link set eth0 up
+        ping -c 1 -W 30 10.98.0.1";
+    guest.exec_ok(up, crate::SHORT)?;
+    // Larger than a buffer of the driver; not than the MTU.
+    let ping = "ping -c 3 -s 1400 -W 30 10.98.0.1";
+    guest.exec_ok(ping, crate::SHORT)?;
+    fetch(stage, &guest)?;
+    let silent = "(ping -c 1 -W 60 10.98.0.1; echo $? >/tmp/ping-ended) >/tmp/ping 2>&1 &";
+    write_over_a_silence(stage, &guest, &silent.replace("ping-ended", "dd-ended"))?;
+    let ended = guest.exec_ok("cat /tmp/dd-ended /tmp/ping", crate::SHORT)?;
+    ensure!(ended.starts_with("0\n"), "{ended}");
+    for (from, to) in [("a", "b"), ("b", "a")] {
+        move_cold(stage, from, to)?;
+        guest = stage.guest()?;
+        guest.exec_ok(up, crate::SHORT)?;
+        fetch(stage, &guest)?;
+    }
+    Ok(Completion::Completed)
+}
+
+/// The guest fetches data from the network behind its device.
+fn fetch(stage: &Stage, guest: &Vm) -> Result<()> {
+    let listener = stage.listen("b", "10.98.0.1")?;
+    let port = listener.local_addr()?.port();
+    let sender = Transfer::send(listener, noise(port.into(), 8 << 20));
+    let fetch = format!("nc 10.98.0.1 {port} </dev/null | sha256sum");
+    let fetched = guest.exec_ok(&fetch, BOOT)?;
+    let sent = sha256(&sender.wait()?);
+    ensure!(fetched.starts_with(&sent), "{fetched} is not {sent}");
+    Ok(())
 }
