@@ -240,6 +240,9 @@ pub(crate) enum Chapter {
     /// fio's jobs on a borrowed virtio-blk disk, beside QEMU's own virtio-blk-pci. Measured only if it is
     /// named, and without the other chapters that need a guest.
     Virtio,
+    /// Throughput and round trips of a borrowed virtio-net device, beside QEMU's own virtio-net-pci. Measured only if
+    /// it is named; makes tap interfaces, which takes root.
+    VirtioNet,
     /// fio's jobs on physical devices of an emulated host, in turns borrowed and by plain vfio-pci.
     /// Measured only if it is named.
     Passthrough,
@@ -258,10 +261,10 @@ impl Bench {
     /// Whether to measure that.
     pub(crate) fn wants(&self, chapter: Chapter) -> bool {
         match self.only.as_slice() {
-            // They have the jobs of `Fio`; two make hosts, and one takes root.
+            // They have the jobs of `Fio`, make hosts, or take root.
             [] if matches!(
                 chapter,
-                Chapter::Network | Chapter::Virtio | Chapter::Passthrough
+                Chapter::Network | Chapter::Virtio | Chapter::VirtioNet | Chapter::Passthrough
             ) =>
             {
                 false
@@ -313,7 +316,12 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         let mut all = Chapter::value_variants().to_vec();
-        let by_name = [Chapter::Network, Chapter::Virtio, Chapter::Passthrough];
+        let by_name = [
+            Chapter::Network,
+            Chapter::Virtio,
+            Chapter::VirtioNet,
+            Chapter::Passthrough,
+        ];
         all.retain(|chapter| !by_name.contains(chapter));
         assert_eq!(wanted(&[]), all);
         assert_eq!(wanted(&["--quick"]), all);

@@ -53,11 +53,13 @@ pub(crate) struct Scene {
     directory: TempDir,
 }
 
-/// What the borrowed disk is.
+/// What the borrowed device is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Model {
     Nvme,
     VirtioBlk,
+    /// On a tap interface, whose name is in place of the image's path.
+    VirtioNet,
 }
 
 /// A VM's size.
@@ -335,6 +337,7 @@ fn lend(program: &Path, directory: &Path, image: &Path, model: Model) -> Result<
     let option = match model {
         Model::Nvme => "--nvme",
         Model::VirtioBlk => "--virtio-blk",
+        Model::VirtioNet => "--virtio-net",
     };
     let mut lend = farside(program, directory, &["lend", "--name", "here", option]);
     lend.arg(drive);

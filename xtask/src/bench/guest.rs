@@ -2,7 +2,7 @@
 
 use std::{ffi::OsString, path::Path};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use farside_testbed::{Testbed, Vm};
 
 use crate::scene::{BOOT, Guest, Model, SHORT, Scene, Size};
@@ -44,6 +44,7 @@ pub(super) fn boot(
     let driver = match model {
         Model::Nvme => "nvme",
         Model::VirtioBlk => "virtio-blk-pci",
+        Model::VirtioNet => bail!("a network device has no disk"),
     };
     let device = format!("{driver},drive=own,serial={OWN_SERIAL}");
     // QEMU creates devices in this order, and a vIOMMU must precede the devices behind it.
@@ -59,7 +60,7 @@ pub(super) fn boot(
     guest.vm.wait_agent(BOOT)?;
     let drives = match model {
         Model::Nvme => find_drives(&guest.vm)?,
-        Model::VirtioBlk => find_virtio(&guest.vm)?,
+        Model::VirtioBlk | Model::VirtioNet => find_virtio(&guest.vm)?,
     };
     Ok((guest, drives))
 }

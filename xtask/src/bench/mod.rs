@@ -3,8 +3,8 @@
 //!
 //! [`drives`] measures both, [`measure`] runs fio once, [`ping_pong`] measures the latency
 //! of a device of [`testers`]. [`micro`] and [`neighbour`] need no guest.
-//! [`network`] compares a disk of another host with NVMe over TCP, [`passthrough`] physical devices
-//! with themselves. `farside_bench` makes figures, tables, plots and the report.
+//! [`network`] compares a disk of another host with NVMe over TCP, [`nic`] a network device with QEMU's own,
+//! [`passthrough`] physical devices with themselves. `farside_bench` makes figures, tables, plots and the report.
 
 mod about;
 mod drives;
@@ -15,6 +15,7 @@ mod micro;
 mod neighbour;
 mod nested;
 mod network;
+mod nic;
 mod passthrough;
 mod ping_pong;
 mod testers;
@@ -150,6 +151,9 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
         let (jobs, section) = passthrough::measure(&parameters)?;
         results.jobs.extend(jobs);
         results.add(section)?;
+    }
+    if args.wants(Chapter::VirtioNet) {
+        results.add(nic::measure(&parameters)?)?;
     }
     if args.wants(Chapter::Network) {
         if args.hosts != Some(Hosts::Vms) {
