@@ -184,6 +184,11 @@ impl Link {
         });
     }
 
+    /// The number of frames that were posted: that of the next one.
+    pub fn posted(&self) -> u64 {
+        self.sent + self.outgoing.len() as u64
+    }
+
     /// The number of frames that were sent, in the order of [`Link::post`].
     pub fn sent(&self) -> u64 {
         self.sent
@@ -509,8 +514,8 @@ impl Link {
         loop {
             // The last frames of the peer, which nobody waits for.
             match self.receive(|_| Ok(Memory::DISCARD)) {
-                Ok(Some(_)) => continue,
-                Ok(None) => {}
+                Ok(Some(_)) if Instant::now() < deadline => continue,
+                Ok(_) => {}
                 Err(_) => return,
             }
             let left = deadline.saturating_duration_since(Instant::now());

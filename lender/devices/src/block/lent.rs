@@ -362,6 +362,7 @@ impl LentMedium {
         };
         let stats = &mut self.stats;
         match frame {
+            _ if result.is_err() => {}
             Frame::Read { .. } => {
                 stats.reads += 1;
                 stats.bytes_read += u64::from(bytes);

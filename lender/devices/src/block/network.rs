@@ -120,6 +120,8 @@ struct Operation {
     op: RawOp,
     /// In the order of [`Engine::queue`].
     number: u64,
+    /// Its frame, by [`Link::posted`]; none has this number while there is no connection.
+    frame: u64,
 }
 
 // SAFETY: only the kernel and the link use the pointers in `op`, to memory that `Engine::queue`'s
@@ -248,8 +250,15 @@ impl Network {
             .filter_map(|(tag, operation)| Some((operation.as_ref()?, tag)))
             .collect();
         again.sort_unstable_by_key(|(operation, _)| operation.number);
+        let mut frames = Vec::with_capacity(again.len());
         for (operation, tag) in again {
+            frames.push((tag, link.posted()));
             post(&mut link, tag, &operation.op);
+        }
+        for (tag, frame) in frames {
+            if let Some(operation) = &mut self.operations[usize::from(tag)] {
+                operation.frame = frame;
+            }
         }
         self.release_asked = false;
         self.state = State::Connected(link);
@@ -271,9 +280,9 @@ impl Network {
             let State::Connected(link) = &mut self.state else {
                 return;
             };
-            let operations = &self.operations;
+            let (operations, sent) = (&self.operations, link.sent());
             let cancelled = self.reads_cancelled;
-            let place = |frame: &Frame| match (place(operations, frame), frame) {
+            let place = |frame: &Frame| match (place(operations, sent, frame), frame) {
                 (Err(_), Frame::Done { .. }) if cancelled => Ok(Memory::DISCARD),
                 (placed, _) => placed,
             };
@@ -358,7 +367,7 @@ fn watch(epoll: &OwnedFd, link: &Link) -> io::Result<()> {
 }
 
 /// Where the data of a frame belongs; refuses what answers no operation.
-fn place(operations: &[Option<Operation>], frame: &Frame) -> Result<Memory, FrameError> {
+fn place(operations: &[Option<Operation>], sent: u64, frame: &Frame) -> Result<Memory, FrameError> {
     let Frame::Done {
         tag, result, data, ..
     } = *frame
@@ -369,6 +378,8 @@ fn place(operations: &[Option<Operation>], frame: &Frame) -> Result<Memory, Fram
         };
     };
     let operation = operations.get(usize::from(tag)).and_then(Option::as_ref);
+    // Its memory is in use until it was sent whole, whatever the lender says.
+    let operation = operation.filter(|operation| operation.frame < sent);
     let (memory, most, data_len) = match operation.map(|operation| &operation.op) {
         Some(RawOp::Read { iovecs, count, .. }) => {
             // SAFETY: by the contract of `Engine::queue` the vectors and their memory are valid until
@@ -442,14 +453,18 @@ fn post(link: &mut Link, tag: Tag, op: &RawOp) {
 impl Engine for Network {
     unsafe fn queue(&mut self, tag: Tag, op: RawOp) {
         self.hurried = None;
-        match &mut self.state {
-            State::Connected(link) => post(link, tag, &op),
-            State::Waiting => {}
+        let frame = match &mut self.state {
+            State::Connected(link) => {
+                let frame = link.posted();
+                post(link, tag, &op);
+                frame
+            }
+            State::Waiting => u64::MAX,
             State::GivenUp => return self.finished.push((tag, -libc::ENODEV)),
-        }
+        };
         let number = self.number;
         self.number += 1;
-        self.operations[usize::from(tag)] = Some(Operation { op, number });
+        self.operations[usize::from(tag)] = Some(Operation { op, number, frame });
         self.outstanding += 1;
     }
 
@@ -513,6 +528,8 @@ impl Engine for Network {
         if self.outstanding == 0 {
             return;
         }
+        // What is not sent is not answered.
+        self.flush();
         let since = *self.hurried.get_or_insert_with(Instant::now);
         let connected = self.is_connected();
         if now || !connected || since.elapsed() >= HURRY {

@@ -88,11 +88,13 @@ pub enum TapError {
     Name(String),
     /// There is none of this name.
     #[error(
-        "this host has no interface {name}; make one with `ip tuntap add {name} mode tap user USER`, USER being the lender's, and `ip link set {name} up`"
+        "this host has no interface {name}, or not where the lender is (packaged, it needs lender-tap.conf); make one with `ip tuntap add {name} mode tap user USER`, USER being the lender's, and `ip link set {name} up`"
     )]
     Missing { name: String },
     /// It is of another kind.
-    #[error("interface {name} is no tap interface; make one with `ip tuntap add NAME mode tap`")]
+    #[error(
+        "interface {name} is no tap interface, or one that was made with multi_queue; make one with `ip tuntap add NAME mode tap`"
+    )]
     WrongKind { name: String },
     /// It belongs to another user.
     #[error(
@@ -153,8 +155,6 @@ impl Tap {
             })?;
         let deadline = Instant::now() + IN_USE_TIMEOUT;
         let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
-        let mut attempts = [flags, flags | libc::IFF_MULTI_QUEUE].into_iter();
-        let mut flags = attempts.next().unwrap_or(flags);
         while let Err(error) = attach(&file, name, flags) {
             match error.raw_os_error() {
                 Some(libc::EBUSY) if Instant::now() < deadline => {
@@ -168,11 +168,8 @@ impl Tap {
                         uid,
                     });
                 }
-                // Of another kind, or one that was made for several queues.
-                Some(libc::EINVAL) => match attempts.next() {
-                    Some(next) => flags = next,
-                    None => return Err(TapError::WrongKind { name: name_of() }),
-                },
+                // One with several queues would not tell that others use it, who would share its frames.
+                Some(libc::EINVAL) => return Err(TapError::WrongKind { name: name_of() }),
                 _ => return Err(failed(error)),
             }
         }
@@ -274,7 +271,7 @@ pub(super) struct TapEngine {
     /// In order.
     reads: VecDeque<Read>,
     finished: Vec<(Tag, i32)>,
-    /// Reports that there is a frame once, so that nobody is woken while none is asked for.
+    /// Edge-triggered: frames that nobody asks for are not reported again and again.
     epoll: OwnedFd,
 }
 
@@ -379,6 +376,11 @@ impl Engine for TapEngine {
                 libc::EAGAIN => return,
                 _ => {}
             }
+            let result = match -result {
+                // This frame is lost, such as one that the header cannot describe; the next one may not be.
+                libc::EINVAL | libc::ENOMEM => 0,
+                _ => result,
+            };
             done.push((read.tag, result));
             self.reads.pop_front();
         }

@@ -43,7 +43,8 @@ impl Device for VirtioNet {
                     && self.sending.has_room()
                     && self.session != Session::Off;
                 // Notifications of buffers cost the guest a trap each, and are for frames that wait.
-                let buffers = self.receiving.first().is_some_and(|(_, it)| it.is_here())
+                let buffers = self.session == Session::Open
+                    && self.receiving.first().is_some_and(|(_, it)| it.is_here())
                     && transport.enable_notifications_of(RECEIVE, self.too_few, bus);
                 let opens = self.session == Session::Off && !self.is_telling;
                 frames || buffers || opens
@@ -89,7 +90,7 @@ impl Device for VirtioNet {
         }
         self.sending.clear();
         self.transport.power_on();
-        self.session = Session::Off;
+        self.end_session();
         self.recovery = false;
         self.quiesced = false;
         self.save();

@@ -64,6 +64,11 @@ impl<T> InOrder<T> {
         Some((self.base + first % self.most, item))
     }
 
+    /// All, in order.
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.items.iter_mut()
+    }
+
     /// Removes the first, which has ended.
     pub(super) fn pop(&mut self) {
         self.items.pop_front();

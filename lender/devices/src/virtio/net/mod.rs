@@ -214,12 +214,18 @@ impl VirtioNet {
             Written::Notified => self.stats.notifications += 1,
             Written::Reset => {
                 self.recovery = false;
-                self.session = Session::Off;
+                self.end_session();
                 // Before the queues are used anew.
                 self.save();
                 self.advance(bus);
             }
         }
+    }
+
+    /// Frames that have come are for no other driver.
+    fn end_session(&mut self) {
+        self.session = Session::Off;
+        self.receiving.iter_mut().for_each(Receiving::discard);
     }
 
     /// Advances a reset: it is over when nothing is sent out of guest memory.

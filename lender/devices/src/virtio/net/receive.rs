@@ -28,7 +28,7 @@ const _: () = assert!(MAX_FRAME <= ROOM);
 /// Most frames that are delivered in a poll.
 const BURST: usize = 64;
 
-/// Most buffers of a frame: as many as a queue has.
+/// Buffers that a frame can take: as many as a queue has.
 pub(super) const MOST_BUFFERS: usize = crate::virtio::queue::MAX_SIZE as usize;
 
 /// Offset of the number of buffers in a frame's header.
@@ -43,6 +43,13 @@ pub(super) enum Receiving {
 }
 
 impl Receiving {
+    /// Loses the frame.
+    pub(super) fn discard(&mut self) {
+        if let Self::Here(len) = self {
+            *len = 0;
+        }
+    }
+
     pub(super) fn is_here(&self) -> bool {
         matches!(self, Self::Here(_))
     }
@@ -93,6 +100,9 @@ impl VirtioNet {
     /// Delivers frames to the driver. Returns whether there was any.
     pub(super) fn deliver_frames(&mut self, bus: &mut Bus<'_>) -> bool {
         for count in 0..BURST {
+            if !self.may_run(bus) || self.session != Session::Open {
+                return count > 0;
+            }
             let Some((tag, Receiving::Here(len))) = self.receiving.first() else {
                 return count > 0;
             };
@@ -121,7 +131,10 @@ impl VirtioNet {
         }
         self.given.clear();
         self.segments.clear();
-        let merges = self.transport.has_feature(VIRTIO_NET_F_MRG_RXBUF);
+        let most = match self.transport.has_feature(VIRTIO_NET_F_MRG_RXBUF) {
+            true => self.transport.queue_size(RECEIVE).into(),
+            false => 1,
+        };
         let (mut left, mut too_long) = (len, false);
         while left > 0 && !too_long {
             let buffer = &mut self.buffer;
@@ -140,11 +153,15 @@ impl VirtioNet {
             let part = bytes.min(left);
             self.given.push((head, part as u32));
             left -= part;
-            too_long = left > 0 && (!merges || self.given.len() == MOST_BUFFERS);
+            too_long = left > 0 && self.given.len() >= most;
         }
         if too_long {
             self.transport.untake(RECEIVE, self.given.len() as u16);
             return Delivery::Dropped;
+        }
+        if !self.transport.has_feature(VIRTIO_NET_F_GUEST_CSUM) {
+            // Nor that the checksum is known to be good (5.1.6.4.1).
+            frame.write(&[0]);
         }
         let count = (self.given.len() as u16).to_le_bytes();
         if let Some(at) = frame.slice(NUM_BUFFERS, count.len()) {

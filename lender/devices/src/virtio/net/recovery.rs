@@ -1,6 +1,7 @@
 //! Resuming from the state of a process before this one: see [`crate::state`], and [`super`] for queues.
 
 use farside_fabric::memory::HostSlice;
+use virtio_bindings::virtio_config::VIRTIO_CONFIG_S_DRIVER_OK;
 
 use super::{QUEUES, VirtioNet};
 use crate::{Bus, state::StateError, virtio::saved::Saved};
@@ -25,7 +26,9 @@ impl VirtioNet {
             self.transport.state.detach();
         }
         done?;
-        self.recovery = !restored.saved.resetting;
+        // Before its start, a driver has no queues to take up.
+        let ran = u32::from(restored.saved.status) & VIRTIO_CONFIG_S_DRIVER_OK != 0;
+        self.recovery = ran && !restored.saved.resetting;
         self.save();
         Ok(true)
     }

@@ -79,7 +79,7 @@ impl VirtioNet {
             Err(_) => 0,
         };
         self.block.release(tag);
-        if moved > 0 {
+        if moved >= HEADER as u64 {
             self.stats.sent += 1;
             self.stats.bytes_sent += moved - HEADER as u64;
             self.succeeded(Direction::Write);

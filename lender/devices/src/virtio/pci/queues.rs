@@ -13,6 +13,13 @@ impl Transport {
         self.queues.len() as u16
     }
 
+    /// Entries of queue `index`; 0 while it is not enabled.
+    pub(in crate::virtio) fn queue_size(&self, index: u16) -> u16 {
+        let state = self.queues.get(usize::from(index));
+        let queue = state.and_then(|state| state.queue.as_ref());
+        queue.map_or(0, VirtQueue::size)
+    }
+
     /// Calls `act` with queue `index`, if it is enabled, and reachable unless that is demanded. On an error
     /// the device needs a reset.
     fn with_queue<R>(

@@ -304,6 +304,21 @@ fn a_long_frame_takes_as_many_buffers_as_it_needs_and_waits_for_them() {
 }
 
 #[test]
+fn a_frame_that_fits_into_no_queue_is_lost() {
+    let Some(mut driver) = Driver::nic() else {
+        return;
+    };
+    driver.queue_size = 16;
+    driver.start();
+    driver.add_buffers(16);
+    driver.settle();
+    driver.host_sends(&[1; 40_000]);
+    driver.host_sends(b"short");
+    assert_eq!(driver.wait_frame().1, b"short");
+    assert_eq!(driver.stat("frames_dropped"), 1);
+}
+
+#[test]
 fn a_frame_that_does_not_fit_into_one_buffer_is_lost_without_merging() {
     let Some(mut driver) = Driver::with_buffers(1 << F_MRG_RXBUF, 8) else {
         return;
@@ -325,7 +340,12 @@ fn what_came_before_the_driver_is_not_for_it() {
     driver.settle();
     driver.host_sends(b"first");
     assert_eq!(driver.wait_frame().1, b"first");
-    // Another driver.
+    // Another driver. What waits for buffers of the former one is not for it, either.
+    for n in 0..8u8 {
+        driver.host_sends(&[n; 10]);
+    }
+    driver.settle();
+    while driver.take_frame().is_some() {}
     driver.host_sends(b"late");
     driver.poll();
     driver.start();
@@ -511,6 +531,7 @@ fn errors_name_the_interface_and_the_remedy() {
     assert!(error(TAP).contains("in use by another process"));
     drop(wire);
     ip("tuntap add tap2 mode tap multi_queue");
-    let tap = Tap::open("tap2").unwrap();
-    assert!(Tap::is_at(&tap.file, "tap2") && !Tap::is_at(&tap.file, "tap0"));
+    assert!(error("tap2").contains("multi_queue"), "{}", error("tap2"));
+    let tap = Tap::open(TAP).unwrap();
+    assert!(Tap::is_at(&tap.file, TAP) && !Tap::is_at(&tap.file, "tap2"));
 }

@@ -131,6 +131,8 @@ pub struct Driver<D: Model = VirtioBlk> {
     pub memory: Memory,
     pub irq: Irq,
     pub queues: Vec<Queue>,
+    /// Entries of those that the driver creates as it starts.
+    pub queue_size: u16,
     pub features: u64,
     /// Requests use indirect tables.
     pub indirect: bool,
@@ -231,6 +233,7 @@ impl<D: Model> Driver<D> {
             memory: Memory::new(),
             irq: Irq::default(),
             queues: Vec::new(),
+            queue_size: 64,
             features: 0,
             indirect: false,
             kicks: 0,
@@ -271,7 +274,7 @@ impl<D: Model> Driver<D> {
         self.queues.clear();
         self.write(16, 2, 0);
         for index in 0..2 {
-            self.create_queue(index, 64);
+            self.create_queue(index, self.queue_size);
         }
         self.set_status(0xf);
         assert_eq!(self.status(), 0xf);
