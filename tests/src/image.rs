@@ -27,10 +27,11 @@ pub fn noise(seed: u64, len: usize) -> Vec<u8> {
 
 /// As `sha256sum` prints it.
 pub fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes)
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    hex(&Sha256::digest(bytes))
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The checksum of `len` bytes of a file.

@@ -39,7 +39,7 @@ pub use image::{noise, sha256, sha256_of};
 pub use mtree::shared_ram;
 pub use status::{Borrow, Lent, Status};
 pub use told::{Weight, from_env, told, trial};
-pub use traffic::Transfer;
+pub use traffic::{Tap, Transfer};
 
 use std::time::Duration;
 

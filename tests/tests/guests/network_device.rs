@@ -2,14 +2,17 @@
 
 use std::{
     net::TcpListener,
-    sync::atomic::{AtomicU32, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, ensure};
 use farside_tests::{
-    BOOT, Borrow, BorrowState, Cluster, FunctionId, Guest, MIB, SHORT, Transfer, noise, sha256,
-    testbed,
+    BOOT, Borrow, BorrowState, Cluster, FunctionId, Guest, MIB, SHORT, Tap, Transfer, noise,
+    sha256, testbed,
 };
 use libtest_mimic::Completion;
 use rustix::process::{Signal, kill_process};
@@ -25,93 +28,37 @@ use crate::{
 const LONG: Duration = Duration::from_secs(300);
 const MAC: &str = "52:54:00:12:34:56";
 
-/// A tap interface of this machine, with an address in a network of its own.
-struct Wire {
-    name: String,
-    network: String,
-}
-
-impl Wire {
-    fn new() -> anyhow::Result<Self> {
-        static WIRES: AtomicU32 = AtomicU32::new(0);
-        let number = WIRES.fetch_add(1, Ordering::Relaxed);
-        let pid = std::process::id();
-        let wire = Self {
-            name: format!("fs{pid}-{number}"),
-            network: format!(
-                "10.{}.{}",
-                64 + pid % 64 + 64 * (number % 2),
-                pid / 64 % 256
-            ),
-        };
-        let Self { name, network } = &wire;
-        ip(&format!("tuntap add {name} mode tap"))?;
-        ip(&format!("address add {network}.1/24 dev {name}"))?;
-        ip(&format!("link set {name} up"))?;
-        Ok(wire)
-    }
-
-    fn host(&self) -> String {
-        format!("{}.1", self.network)
-    }
-}
-
-impl Drop for Wire {
-    fn drop(&mut self) {
-        if let Err(error) = ip(&format!("link delete {}", self.name)) {
-            log::error!("{error:#}");
-        }
-    }
-}
-
-fn ip(line: &str) -> anyhow::Result<()> {
-    let output = testbed()?.tool("ip").args(line.split(' ')).output()?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "ip {line}: {said}");
-    Ok(())
-}
-
 /// The network device is there, with an address and up. Returns the borrow, once the device reaches guest memory.
-fn up(cluster: &Cluster, guest: &Guest<'_>, wire: &Wire) -> anyhow::Result<Borrow> {
+fn up(cluster: &Cluster, guest: &Guest<'_>, tap: &Tap) -> anyhow::Result<Borrow> {
     guest.sh("modprobe virtio_net")?;
     guest.wait_path("/sys/class/net/eth0", SHORT)?;
     guest.sh(&format!(
-        "ip address add {}.2/24 dev eth0; ip link set eth0 up",
-        wire.network
+        "ip address add {}/24 dev eth0; ip link set eth0 up",
+        tap.guest()
     ))?;
     let borrow = cluster.wait_state(guest.name(), "nic0", BorrowState::Ready)?;
-    guest.sh(&format!("ping -c 1 -W 30 {}", wire.host()))?;
+    guest.sh(&format!("ping -c 1 -W 30 {}", tap.host()))?;
     Ok(borrow)
 }
 
-fn listen(wire: &Wire) -> anyhow::Result<(TcpListener, u16)> {
-    let listener = TcpListener::bind((wire.host(), 0))?;
+fn listen(tap: &Tap) -> anyhow::Result<(TcpListener, u16)> {
+    let listener = TcpListener::bind((tap.host(), 0))?;
     let port = listener.local_addr()?.port();
     Ok((listener, port))
 }
 
-/// Moves `data` to the guest and back over TCP. Meanwhile `during` is called.
-fn transfer(
-    guest: &Guest<'_>,
-    wire: &Wire,
-    data: Vec<u8>,
-    during: impl FnOnce() -> anyhow::Result<()>,
-) -> anyhow::Result<()> {
+/// Moves `data` to the guest and back over TCP.
+fn transfer(guest: &Guest<'_>, tap: &Tap, data: Vec<u8>) -> anyhow::Result<()> {
     let expected = sha256(&data);
-    let host = wire.host();
-    let (listener, port) = listen(wire)?;
+    let host = tap.host();
+    let (listener, port) = listen(tap)?;
     let sent = Transfer::send(listener, data);
     let fetch = format!("nc {host} {port} </dev/null >/tmp/data; sha256sum /tmp/data");
-    let fetched = guest.exec_start(&fetch, LONG)?;
-    during()?;
-    let fetched = fetched.wait()?;
-    ensure!(
-        fetched.success() && fetched.stdout.contains(&expected),
-        "{fetched}"
-    );
+    let fetched = guest.sh_within(&fetch, LONG)?;
+    ensure!(fetched.starts_with(&expected), "{fetched} came");
     sent.wait()?;
 
-    let (listener, port) = listen(wire)?;
+    let (listener, port) = listen(tap)?;
     let received = Transfer::receive(listener);
     guest.sh_within(&format!("nc {host} {port} </tmp/data"), LONG)?;
     let received = received.wait()?;
@@ -123,28 +70,18 @@ fn transfer(
     Ok(())
 }
 
-fn refusal() -> Option<&'static str> {
-    if !rustix::process::geteuid().is_root() {
-        return Some("a tap interface takes root");
-    }
-    match std::fs::File::open("/dev/net/tun") {
-        Ok(_) => None,
-        Err(_) => Some("this kernel has no /dev/net/tun"),
-    }
-}
-
 pub fn a_network_device_carries_data_is_reset_and_removed(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
-    if let Some(why) = refusal() {
+    if let Some(why) = Tap::unable() {
         return Ok(Completion::ignored_with(why));
     }
-    let wire = Wire::new()?;
-    let lent = format!("nic0={},mac={MAC}", wire.name);
+    let tap = Tap::new(testbed()?)?;
+    let lent = format!("nic0={},mac={MAC}", tap.name());
     let _lender = cluster.lend(&["--virtio-net", &lent])?;
     let _backend = cluster.serve("a", &["nic0"]).start()?;
     let guest = cluster.guest("a").whole().cpus(2).boot()?;
-    let first = up(cluster, &guest, &wire)?;
+    let first = up(cluster, &guest, &tap)?;
     check::open(cluster, &guest, "nic0", first.dma_windows)?;
 
     let function = FunctionId::Device {
@@ -164,7 +101,7 @@ pub fn a_network_device_carries_data_is_reset_and_removed(
         let is_on = features.as_bytes().get(bit) == Some(&b'1');
         ensure!(is_on, "feature {bit} was not accepted: {features}");
     }
-    transfer(&guest, &wire, noise(1, 32 * MIB as usize), || Ok(()))?;
+    transfer(&guest, &tap, noise(1, 32 * MIB as usize))?;
     let lent = cluster.status()?.lent("nic0")?;
     for (frames, bytes) in [
         ("frames_sent", "bytes_sent"),
@@ -192,11 +129,11 @@ pub fn a_network_device_carries_data_is_reset_and_removed(
     check::closed(cluster, "a", "nic0")?;
     guest.sh(&format!("echo 1 >/sys/bus/pci/devices/{bdf}/reset"))?;
     guest.sh(&format!("echo {bdf} >{driver}/bind"))?;
-    up(cluster, &guest, &wire)?;
+    up(cluster, &guest, &tap)?;
     guest.reboot(BOOT)?;
-    let rebooted = up(cluster, &guest, &wire)?;
+    let rebooted = up(cluster, &guest, &tap)?;
     ensure!(rebooted.generation == first.generation, "{rebooted:?}");
-    transfer(&guest, &wire, noise(2, MIB as usize), || Ok(()))?;
+    transfer(&guest, &tap, noise(2, MIB as usize))?;
     check::no_faults(cluster, &["nic0"])?;
 
     unplug(&guest, "nic0")?;
@@ -209,14 +146,15 @@ pub fn a_network_device_carries_data_is_reset_and_removed(
 pub fn processes_that_are_killed_cost_a_guest_no_connection(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
-    if let Some(why) = refusal() {
+    if let Some(why) = Tap::unable() {
         return Ok(Completion::ignored_with(why));
     }
-    let wire = Wire::new()?;
-    let lender = cluster.lend(&["--virtio-net", &format!("nic0={}", wire.name)])?;
+    let tap = Tap::new(testbed()?)?;
+    let lent = format!("nic0={}", tap.name());
+    let mut lender = cluster.lend(&["--virtio-net", &lent])?;
     let keeper = cluster.serve("a", &["nic0"]).args(&["--keeper"]).start()?;
     let guest = cluster.guest("a").whole().boot()?;
-    up(cluster, &guest, &wire)?;
+    up(cluster, &guest, &tap)?;
     let restarts = || -> anyhow::Result<(u64, u64)> {
         let status = cluster.status()?;
         let backends = status.0.backend("a").and_then(|it| it.restarts);
@@ -225,23 +163,43 @@ pub fn processes_that_are_killed_cost_a_guest_no_connection(
         let workers = connection.map_or(0, |it| it.restarts);
         Ok((backends.context("no keeper")?, workers))
     };
-    transfer(&guest, &wire, noise(3, 96 * MIB as usize), || {
-        for kill in 0..6 {
-            let before = restarts()?;
-            let victim = match kill % 2 {
-                0 => worker(lender.pid(), "nic0")?,
-                _ => child(keeper.pid(), "serve")?,
-            };
-            kill_process(victim, Signal::KILL)?;
-            let killed = Instant::now();
-            // A backend that was killed has no status for a while.
-            while restarts().map_or(true, |now| now == before) {
-                ensure!(killed.elapsed() < SHORT, "{}", keeper.log());
-                std::thread::sleep(Duration::from_millis(20));
-            }
+    // One connection over all of it.
+    let going = Arc::new(AtomicBool::new(true));
+    let (listener, port) = listen(&tap)?;
+    let sent = Transfer::send_while(listener, Arc::clone(&going));
+    let fetch = format!("nc {} {port} </dev/null | sha256sum", tap.host());
+    let fetched = guest.exec_start(&fetch, LONG)?;
+    for kill in 0..6 {
+        let before = restarts()?;
+        let victim = match kill % 2 {
+            0 => worker(lender.pid(), "nic0")?,
+            _ => child(keeper.pid(), "serve")?,
+        };
+        kill_process(victim, Signal::KILL)?;
+        let killed = Instant::now();
+        // A backend that was killed has no status for a while.
+        while restarts().map_or(true, |now| now == before) {
+            ensure!(killed.elapsed() < SHORT, "{}", keeper.log());
+            std::thread::sleep(Duration::from_millis(20));
         }
-        Ok(())
+    }
+    let generation = || Ok::<_, anyhow::Error>(cluster.status()?.borrow("a", "nic0")?.generation);
+    // The next lender adopts the worker, and with it the tap interface.
+    let before = generation()?;
+    lender.kill()?;
+    lender = cluster.lend(&["--virtio-net", &lent])?;
+    ensure!(generation()? == before, "{}", lender.log());
+    // One that was stopped has ended its worker, and the next one attaches anew.
+    lender.terminate()?;
+    lender.wait_exit(SHORT)?;
+    let _lender = cluster.lend(&["--virtio-net", &lent])?;
+    cluster.wait_status("another worker", SHORT, |_| {
+        Ok(generation().ok().filter(|now| *now != before))
     })?;
+    going.store(false, Ordering::Relaxed);
+    let (sent, fetched) = (String::from_utf8(sent.wait()?)?, fetched.wait()?);
+    ensure!(fetched.stdout.starts_with(&sent), "{fetched} is not {sent}");
+    transfer(&guest, &tap, noise(3, MIB as usize))?;
     check::no_faults(cluster, &["nic0"])?;
     guest.power_off()?;
     passed()

@@ -9,9 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use farside_bench::{Better, Data, Section, Series, Target, Unit};
-use farside_testbed::{Testbed, Vm};
+use farside_testbed::Vm;
+use farside_tests::Tap;
 use rustix::io::Errno;
 
 use super::{BORROWED, OWN, Parameters};
@@ -72,70 +73,18 @@ impl Job {
     }
 }
 
-/// A tap interface, removed on drop.
-struct Tap<'a> {
-    testbed: &'a Testbed,
-    name: String,
-    /// The first three bytes of the addresses of its network.
-    network: String,
-}
-
-impl<'a> Tap<'a> {
-    fn new(testbed: &'a Testbed, number: u32) -> Result<Self> {
-        let pid = std::process::id();
-        let tap = Self {
-            testbed,
-            name: format!("fsb{pid}-{number}"),
-            network: format!("10.{}.{}", 192 + number, pid % 256),
-        };
-        let Self { name, network, .. } = &tap;
-        let lines = [
-            format!("tuntap add {name} mode tap"),
-            format!("address add {network}.1/24 dev {name}"),
-            format!("link set {name} up"),
-        ];
-        for line in lines {
-            tap.ip(&line)?;
-        }
-        Ok(tap)
-    }
-
-    fn ip(&self, line: &str) -> Result<()> {
-        let output = self.testbed.tool("ip").args(line.split(' ')).output()?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "ip {line}: {said}");
-        Ok(())
-    }
-
-    fn host(&self) -> String {
-        format!("{}.1", self.network)
-    }
-
-    fn guest(&self) -> String {
-        format!("{}.2", self.network)
-    }
-}
-
-impl Drop for Tap<'_> {
-    fn drop(&mut self) {
-        // Fails if it was never made.
-        let _ = self.ip(&format!("link delete {}", self.name));
-    }
-}
-
 /// Measures both.
 pub(super) fn measure(parameters: &Parameters<'_>) -> Result<Section> {
-    ensure!(
-        rustix::process::geteuid().is_root(),
-        "the chapter about network devices makes tap interfaces, which takes root"
-    );
+    if let Some(why) = Tap::unable() {
+        bail!("network devices cannot be measured: {why}");
+    }
     let testbed = parameters.testbed;
-    let taps = [Tap::new(testbed, 0)?, Tap::new(testbed, 1)?];
+    let taps = [Tap::new(testbed)?, Tap::new(testbed)?];
     let scene = Scene::start_as(
         Model::VirtioNet,
         parameters.program.to_owned(),
         scene::directory(VM)?,
-        Path::new(&taps[0].name),
+        Path::new(taps[0].name()),
         VM,
         &[],
     )?;
@@ -145,7 +94,7 @@ pub(super) fn measure(parameters: &Parameters<'_>) -> Result<Section> {
     Ok(section)
 }
 
-fn in_guest(parameters: &Parameters<'_>, scene: &Scene, taps: &[Tap<'_>; 2]) -> Result<Section> {
+fn in_guest(parameters: &Parameters<'_>, scene: &Scene, taps: &[Tap; 2]) -> Result<Section> {
     let Parameters {
         testbed,
         settings,
@@ -155,7 +104,7 @@ fn in_guest(parameters: &Parameters<'_>, scene: &Scene, taps: &[Tap<'_>; 2]) -> 
     let task = progress.spinner("Booting the guest");
     let netdev = format!(
         "tap,id=own,ifname={},script=no,downscript=no,vhost=off",
-        taps[1].name
+        taps[1].name()
     );
     let device = format!("virtio-net-pci,netdev=own,mac={OWN_MAC},romfile=");
     let arguments = ["-netdev", &netdev, "-device", &device].map(OsString::from);
@@ -173,7 +122,7 @@ fn in_guest(parameters: &Parameters<'_>, scene: &Scene, taps: &[Tap<'_>; 2]) -> 
     }
     interfaces.sort_unstable();
     for ((is_own, name), tap) in interfaces.iter().zip(taps) {
-        ensure!(*is_own == (tap.name == taps[1].name), "{interfaces:?}");
+        ensure!(*is_own == (tap.name() == taps[1].name()), "{interfaces:?}");
         let up = format!(
             "ip address add {}/24 dev {name}; ip link set {name} up
              ping -c 1 -W 30 {}",
@@ -250,7 +199,7 @@ fn in_guest(parameters: &Parameters<'_>, scene: &Scene, taps: &[Tap<'_>; 2]) -> 
 /// One measurement of one device.
 struct Run<'a> {
     vm: &'a Vm,
-    tap: &'a Tap<'a>,
+    tap: &'a Tap,
     /// In the guest.
     interface: &'a str,
     time: Duration,
