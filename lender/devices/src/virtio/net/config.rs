@@ -3,12 +3,13 @@
 use std::{fmt, io, str::FromStr};
 
 use farside_pci::Description;
+use ring::hmac;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use virtio_bindings::virtio_net::VIRTIO_NET_S_LINK_UP;
 
 use super::{CONFIG_LEN, KIND, QUEUES};
 use crate::{
-    block::{Tap, TapError, serial::fnv},
+    block::{Tap, TapError},
     virtio::pci,
 };
 
@@ -44,8 +45,13 @@ const LOCAL: u8 = 1 << 1;
 impl Mac {
     /// That of the device `id` of the host `host`.
     fn derived(host: &str, id: &str) -> Self {
-        let [a, b, c, d, e, f, ..] = fnv(format!("farside {host} {id}").as_bytes()).to_be_bytes();
-        Self([(a & !GROUP) | LOCAL, b, c, d, e, f])
+        // The id of a host is not to be found out from what it shows (machine-id(5)).
+        let key = hmac::Key::new(hmac::HMAC_SHA256, host.as_bytes());
+        let hash = hmac::sign(&key, format!("farside network device {id}").as_bytes());
+        let mut mac = [0; 6];
+        mac.copy_from_slice(&hash.as_ref()[..6]);
+        mac[0] = (mac[0] & !GROUP) | LOCAL;
+        Self(mac)
     }
 }
 
