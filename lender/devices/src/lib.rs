@@ -20,6 +20,8 @@ pub mod virtio;
 
 #[cfg(test)]
 mod test_bus;
+#[cfg(test)]
+mod test_links;
 
 pub use bus::{Bus, Dma, Interrupts};
 

@@ -128,7 +128,7 @@ const ALLOWED: &[i64] = &[
     // Refused by the other filter.
     libc::SYS_openat,
     libc::SYS_getrusage,
-    // Those eventfds, and frames of a tap interface.
+    // For eventfds of interrupts that are relayed, a server's requests, and frames of a tap interface.
     libc::SYS_epoll_pwait,
     libc::SYS_epoll_pwait2,
     #[cfg(target_arch = "x86_64")]

@@ -93,7 +93,7 @@ impl WorkerDevice {
                     (Some(complete), Some(tap)) => (complete, tap),
                     _ => {
                         let (complete, tap) = config.open_tap(id)?;
-                        (complete, tap.into())
+                        (complete, Image::of_tap(tap.file))
                     }
                 };
                 *config = complete;

@@ -280,9 +280,7 @@ impl Adopted {
         if !Tap::is_at(&file, &now.tap) {
             return Err(format!("{} is another interface now", now.tap));
         }
-        // Only its descriptor is needed.
-        let mtu = now.mtu.unwrap_or_default();
-        Ok(Some(Tap { file, mtu }.into()))
+        Ok(Some(Image::of_tap(file)))
     }
 
     /// The function, if the worker has this one open.

@@ -17,11 +17,11 @@ use super::{disk_sequence, is_read_only};
 /// How long to wait while the image is in use. The kernel closes the files of a killed
 /// process only after its exit: an io_uring holds them until a kernel worker has
 /// destroyed it, up to some 250 ms later.
-const IN_USE_TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const IN_USE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Interval of retries. There is no event to wait for: the end of an exclusive claim of
 /// a block device is not signalled, and a blocking flock(2) has no timeout.
-const IN_USE_STEP: Duration = Duration::from_millis(10);
+pub(super) const IN_USE_STEP: Duration = Duration::from_millis(10);
 
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -109,10 +109,9 @@ impl LentMedium {
         (name, link): (&str, Link),
     ) -> io::Result<Self> {
         let parts = (MEMORY / PART) as u16;
-        let what = if block.is_of_frames() {
-            "tap of"
-        } else {
-            "image"
+        let what = match block.is_of_frames() {
+            true => "tap of",
+            false => "image",
         };
         Ok(Self {
             block,

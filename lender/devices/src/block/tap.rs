@@ -13,7 +13,7 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::OpenOptionsExt,
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use farside_medium::Condition;
@@ -23,7 +23,11 @@ use rustix::{
     net::{AddressFamily, SocketType, socket},
 };
 
-use super::{Engine, Image, RawOp, Tag, last_errno, raw};
+use super::{
+    Engine, Image, RawOp, Tag,
+    image::{IN_USE_STEP, IN_USE_TIMEOUT},
+    last_errno, raw,
+};
 
 /// Where tap interfaces are attached to.
 const DEVICE: &str = "/dev/net/tun";
@@ -36,11 +40,6 @@ pub const MAX_FRAME: usize = HEADER + 18 + (64 << 10);
 
 /// Bytes of the medium: at its only offset, 0, there is room for a frame.
 pub const TAP_SIZE: u64 = 1 << 17;
-
-/// How long to wait while the interface is in use: the process that had it may be about to end.
-const IN_USE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Interval of retries. The kernel does not signal that an interface is free.
-const IN_USE_STEP: Duration = Duration::from_millis(10);
 
 /// Most frames of former sessions that are discarded: more than an interface queues by default.
 const MOST_DISCARDED: usize = 2048;
@@ -191,11 +190,11 @@ impl Tap {
     }
 }
 
-impl From<Tap> for Image {
-    /// The medium that a worker is given.
-    fn from(tap: Tap) -> Self {
+impl Image {
+    /// The attachment to a tap interface, as the medium that a worker is given.
+    pub fn of_tap(file: File) -> Self {
         Self {
-            file: tap.file,
+            file,
             size: TAP_SIZE,
             punches_holes: false,
         }
@@ -203,7 +202,7 @@ impl From<Tap> for Image {
 }
 
 /// Whether an interface can have this name (`dev_valid_name` of the kernel).
-pub(crate) fn is_name(name: &str) -> bool {
+fn is_name(name: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_graphic() && !matches!(byte, b'/' | b':' | b'%');
     (1..libc::IFNAMSIZ).contains(&name.len())
         && !matches!(name, "." | "..")

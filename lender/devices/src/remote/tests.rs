@@ -1,5 +1,3 @@
-use std::os::unix::net::UnixStream;
-
 use farside_fabric::{Access, Fault, Iova, memory::SharedMemory};
 use farside_medium::Link;
 
@@ -11,6 +9,7 @@ use crate::{
         remote_medium,
     },
     dma_test::{Command, reg, status},
+    test_links::links,
 };
 
 /// Guest memory from address 0 on.
@@ -55,15 +54,6 @@ struct Pair {
     device: Box<dyn Device>,
     keeper: MediumKeeper,
     memory: Memory,
-}
-
-fn links() -> (Link, Link) {
-    let (near, far) = UnixStream::pair().unwrap();
-    let link = |socket: UnixStream| {
-        socket.set_nonblocking(true).unwrap();
-        Link::new(socket.into(), None).unwrap()
-    };
-    (link(near), link(far))
 }
 
 fn lend(link: Link) -> LentMedium {

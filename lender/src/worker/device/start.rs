@@ -175,7 +175,7 @@ impl WorkerDevice {
             return Err(StartError::NoMedium);
         };
         let model = match &kind.model {
-            // The path is this host's.
+            // Paths, and the names of interfaces, are this host's.
             config::Model::Nvme(config) => remote::Model::Nvme(nvme::Config {
                 image: self.id.as_str().into(),
                 ..config.clone()
@@ -187,7 +187,10 @@ impl WorkerDevice {
                 },
             }),
             config::Model::VirtioNet(config) => remote::Model::VirtioNet(remote::Net {
-                virtio_net: config.clone(),
+                virtio_net: virtio::net::Config {
+                    tap: self.id.to_string(),
+                    ..config.clone()
+                },
             }),
             config::Model::DmaTest(_) => remote::Model::DmaTest(remote::NoMedium::DmaTest),
         };

@@ -1,16 +1,16 @@
 //! Both halves of a medium, with a socket between them that is cut.
 
-use std::{
-    fs::File,
-    os::unix::{fs::FileExt, net::UnixStream},
-};
+use std::{fs::File, os::unix::fs::FileExt};
 
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use proptest::prelude::*;
 use rustix::net::{SendFlags, send};
 
 use super::*;
-use crate::block::{self, BlockError, BlockQueue, Ended, EngineChoice, LentMedium, Limits};
+use crate::{
+    block::{self, BlockError, BlockQueue, Ended, EngineChoice, LentMedium, Limits},
+    test_links::links,
+};
 
 const SIZE: u64 = 1 << 20;
 const DEPTH: u16 = 8;
@@ -19,15 +19,6 @@ fn image() -> File {
     let image = tempfile::tempfile().unwrap();
     image.set_len(SIZE).unwrap();
     image
-}
-
-fn links() -> (Link, Link) {
-    let (near, far) = UnixStream::pair().unwrap();
-    let link = |socket: UnixStream| {
-        socket.set_nonblocking(true).unwrap();
-        Link::new(socket.into(), None).unwrap()
-    };
-    (link(near), link(far))
 }
 
 fn lend(image: &File, read_only: bool, link: Link) -> LentMedium {
@@ -482,4 +473,37 @@ fn a_borrower_that_knows_no_limits_is_held_back() {
         "{:?}",
         start.elapsed()
     );
+}
+
+/// Its memory is still sent from: an answer that comes before costs the connection, not the memory.
+#[test]
+fn a_write_that_was_not_sent_whole_is_not_over_whatever_the_lender_says() {
+    let (near, far) = links();
+    let (medium, keeper) = remote_medium(SIZE, near).unwrap();
+    let mut queue = BlockQueue::remote(medium, DEPTH).unwrap();
+    // Far more than the socket takes.
+    *queue.slices(0) = vec![memory(SIZE as usize)];
+    queue.write(0, 0, Durability::Cached);
+    queue.turn();
+    let done = Frame::Done {
+        tag: 0,
+        result: SIZE as i32,
+        data: 0,
+        condition: Condition {
+            size: SIZE,
+            full: false,
+            read_only: false,
+        },
+    };
+    send(&far, &done.encode(), SendFlags::NOSIGNAL).unwrap();
+    queue.is_busy();
+    queue.turn();
+    assert_eq!(queue.next_done(), None);
+    assert!(!queue.is_connected());
+    let notice = keeper.notices.try_recv().unwrap();
+    let is_refused = matches!(
+        notice,
+        Notice::Lost(LinkError::Frame(FrameError::Unexpected(frame))) if frame == done
+    );
+    assert!(is_refused, "{notice:?}");
 }

@@ -2,7 +2,6 @@
 
 use std::{
     fs::File,
-    os::unix::net::UnixStream,
     time::{Duration, Instant},
 };
 
@@ -14,6 +13,7 @@ use super::world::{
 use crate::{
     Device,
     block::{BlockQueue, DEPTH, EngineChoice, LentMedium, MediumKeeper, Supply, remote_medium},
+    test_links::links,
     virtio::{Config, VirtioBlk},
 };
 
@@ -75,15 +75,6 @@ impl Remote {
             assert!(Instant::now() < deadline, "no request is returned");
         }
     }
-}
-
-fn links() -> (Link, Link) {
-    let (near, far) = UnixStream::pair().unwrap();
-    let link = |socket: UnixStream| {
-        socket.set_nonblocking(true).unwrap();
-        Link::new(socket.into(), None).unwrap()
-    };
-    (link(near), link(far))
 }
 
 fn lend(driver: &Driver, link: Link) -> LentMedium {

@@ -1,9 +1,6 @@
 //! A network device whose tap interface another host has.
 
-use std::{
-    os::unix::net::UnixStream,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use farside_medium::Link;
 
@@ -13,6 +10,7 @@ use super::{
 };
 use crate::{
     block::{BlockQueue, DEPTH, Ended, LentMedium, MediumKeeper, Supply, TAP_SIZE, remote_medium},
+    test_links::links,
     virtio::VirtioNet,
 };
 
@@ -21,15 +19,6 @@ struct Remote {
     lent: Option<LentMedium>,
     driver: Driver<VirtioNet>,
     keeper: MediumKeeper,
-}
-
-fn links() -> (Link, Link) {
-    let (near, far) = UnixStream::pair().unwrap();
-    let link = |socket: UnixStream| {
-        socket.set_nonblocking(true).unwrap();
-        Link::new(socket.into(), None).unwrap()
-    };
-    (link(near), link(far))
 }
 
 fn lend(wire: &Wire, link: Link) -> LentMedium {
