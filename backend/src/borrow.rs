@@ -265,14 +265,14 @@ mod tests {
     use farside_guest_layout::{Gpa, GpaRange, PAGE_SIZE};
 
     use super::{Event::*, State::*, *};
-    use crate::dma_table::DmaError;
+    use crate::dma_table::{DmaError, Target};
 
     const STATES: [State; 5] = [Unleased, Leased, Ready, Closing, Lost];
 
     fn events() -> [Event; 10] {
         let mapping = Mapping {
             range: GpaRange::new(Gpa::new(0), PAGE_SIZE).unwrap(),
-            backing: None,
+            target: Target::Private,
             writable: true,
         };
         [

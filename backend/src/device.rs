@@ -8,6 +8,7 @@
 mod bars;
 mod config_write;
 mod outage;
+mod peer;
 mod pending;
 mod perform;
 mod register_log;
@@ -111,6 +112,7 @@ struct LineLimits {
     bus_master: RateLimit,
     memory: RateLimit,
     irqs: RateLimit,
+    peer_bars: RateLimit,
     viommu: RateLimit,
     records: RateLimit,
 }
@@ -208,6 +210,7 @@ impl Device {
         };
         let client = kept.map(|(saved, connection)| {
             device.take_over(&saved);
+            device.list_bars();
             (connection, Session::resumed(saved.negotiated))
         });
         Ok((device, client))

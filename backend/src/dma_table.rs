@@ -44,24 +44,48 @@ pub(crate) struct Backing {
     pub(crate) offset: u64,
 }
 
+/// What is mapped.
+#[derive(Clone, Debug)]
+pub(crate) enum Target {
+    /// Memory that no device can reach: the client sent no descriptor, and this backend has none.
+    Private,
+    /// Guest RAM that the client shared.
+    Ram(Backing),
+    /// The BAR of a device of the VM, whose memory [this backend has](crate::peer_bars).
+    Bar(Backing),
+}
+
+impl Target {
+    pub(crate) fn backing(&self) -> Option<&Backing> {
+        match self {
+            Self::Private => None,
+            Self::Ram(backing) | Self::Bar(backing) => Some(backing),
+        }
+    }
+}
+
 /// One `DMA_MAP`.
 #[derive(Clone, Debug)]
 pub(crate) struct Mapping {
     pub(crate) range: GpaRange,
-    /// `None` for memory that the client did not share.
-    pub(crate) backing: Option<Backing>,
+    pub(crate) target: Target,
     pub(crate) writable: bool,
 }
 
 impl Mapping {
-    /// Whether a device can reach it.
-    pub(crate) fn is_shared(&self) -> bool {
-        self.backing.is_some()
+    /// Whether it is guest RAM that a device can reach.
+    pub(crate) fn is_ram(&self) -> bool {
+        matches!(self.target, Target::Ram(_))
     }
 
-    /// The memory that a device can reach, if the client shared it.
+    /// Whether it is a BAR that a device can reach.
+    pub(crate) fn is_bar(&self) -> bool {
+        matches!(self.target, Target::Bar(_))
+    }
+
+    /// The memory that a device can reach, if any.
     pub(crate) fn memory(&self) -> Option<MemoryRange> {
-        self.backing.as_ref().map(|backing| MemoryRange {
+        self.target.backing().map(|backing| MemoryRange {
             file: Arc::clone(&backing.file),
             offset: backing.offset,
             len: self.range.len(),
@@ -70,9 +94,9 @@ impl Mapping {
     }
 
     /// The GPA range of its whole file: the region of a memory device, which the client may map in
-    /// parts.
+    /// parts, or the BAR.
     pub(crate) fn region(&self) -> Option<GpaRange> {
-        let backing = self.backing.as_ref()?;
+        let backing = self.target.backing()?;
         let start = self.range.start().checked_sub(backing.offset)?;
         let size = u64::try_from(fstat(&*backing.file).ok()?.st_size).ok()?;
         GpaRange::new(start, size / PAGE_SIZE * PAGE_SIZE).ok()
@@ -80,14 +104,15 @@ impl Mapping {
 
     /// Whether it is shared memory at 1 MiB, where every guest has RAM unless behind a vIOMMU.
     pub(crate) fn is_low_ram(&self) -> bool {
-        self.is_shared() && self.range.contains(LOW_MEMORY)
+        self.is_ram() && self.range.contains(LOW_MEMORY)
     }
 
     /// Whether it is guest RAM that the client did not share. Other memory without a descriptor is
     /// a ROM or a BAR.
     pub(crate) fn is_private_ram(&self) -> bool {
         let is_ram_at = |at| self.range.contains(at) && !self.may_be_bar();
-        !self.is_shared() && [LOW_MEMORY, HIGH_MEMORY].into_iter().any(is_ram_at)
+        matches!(self.target, Target::Private)
+            && [LOW_MEMORY, HIGH_MEMORY].into_iter().any(is_ram_at)
     }
 
     /// Whether it may be a memory BAR above 4 GiB: a naturally aligned power of two in size (PCI
@@ -168,9 +193,9 @@ impl DmaTable {
         start: Gpa,
         len: u64,
         writable: bool,
-        backing: Option<Backing>,
+        target: Target,
     ) -> Result<Mapping, DmaError> {
-        let mapped = self.try_map(start, len, writable, backing);
+        let mapped = self.try_map(start, len, writable, target);
         if let Err(error) = &mapped
             && self.refused.len() < MAX_REFUSALS
         {
@@ -184,7 +209,7 @@ impl DmaTable {
         start: Gpa,
         len: u64,
         writable: bool,
-        mut backing: Option<Backing>,
+        mut target: Target,
     ) -> Result<Mapping, DmaError> {
         let range = page_range(start, len)?;
         if self.overlapping(range).next().is_some() {
@@ -193,13 +218,13 @@ impl DmaTable {
         if self.mappings.len() >= MAX_MAPPINGS {
             return Err(DmaError::TooMany);
         }
-        if let Some(backing) = &mut backing {
+        if let Target::Ram(backing) | Target::Bar(backing) = &mut target {
             let key = check_file(start, len, backing)?;
             backing.file = self.one_of(key, &backing.file)?;
         }
         let mapping = Mapping {
             range,
-            backing,
+            target,
             writable,
         };
         self.mappings.insert(start, mapping.clone());
@@ -258,6 +283,11 @@ impl DmaTable {
         Ok(Arc::clone(file))
     }
 
+    /// Whether there is guest RAM at 1 MiB: not behind a vIOMMU.
+    pub(crate) fn has_low_ram(&self) -> bool {
+        self.iter().any(Mapping::is_low_ram)
+    }
+
     /// How many mappings there are.
     pub(crate) fn len(&self) -> usize {
         self.mappings.len()
@@ -277,11 +307,11 @@ impl DmaTable {
         })
     }
 
-    /// The ranges that a device can reach.
+    /// The guest RAM that a device can reach.
     pub(crate) fn oracle(&self) -> TableOracle {
         TableOracle(
             self.iter()
-                .filter(|mapping| mapping.is_shared())
+                .filter(|mapping| mapping.is_ram())
                 .map(|mapping| mapping.range)
                 .collect(),
         )
@@ -355,10 +385,10 @@ mod tests {
         Gpa::new(address)
     }
 
-    fn memory(len: u64) -> Option<Backing> {
+    fn memory(len: u64) -> Target {
         let file = memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, len).unwrap();
-        Some(Backing {
+        Target::Ram(Backing {
             file: Arc::new(file.into()),
             offset: 0,
         })
@@ -378,14 +408,18 @@ mod tests {
         for start in [0x1000, 0x2000, 0x3000] {
             assert_eq!(
                 table
-                    .map(gpa(start), 0x2000, true, None)
+                    .map(gpa(start), 0x2000, true, Target::Private)
                     .unwrap_err()
                     .errno(),
                 Errno::EXIST
             );
         }
-        table.map(gpa(0x1000), 0x1000, true, None).unwrap();
-        table.map(gpa(0x4000), 0x1000, true, None).unwrap();
+        table
+            .map(gpa(0x1000), 0x1000, true, Target::Private)
+            .unwrap();
+        table
+            .map(gpa(0x4000), 0x1000, true, Target::Private)
+            .unwrap();
     }
 
     #[test]
@@ -411,7 +445,9 @@ mod tests {
     #[test]
     fn unmapping_everything_forgets_everything() {
         let mut table = mapped(&[(0, 0x2000), (0x2000, 0x2000)]);
-        table.map(gpa(0), 0x1000, true, None).unwrap_err();
+        table
+            .map(gpa(0), 0x1000, true, Target::Private)
+            .unwrap_err();
         assert_eq!(table.unmap_all().len(), 2);
         assert_eq!(table.blocked(), None);
         assert!(table.unmap_all().is_empty());
@@ -438,16 +474,19 @@ mod tests {
 
     #[test]
     fn one_descriptor_of_a_file_is_kept() {
-        let file = memory(0x10_0000).unwrap().file;
+        let memory = memory(0x10_0000);
+        let file = &memory.backing().unwrap().file;
         let mut table = DmaTable::default();
         for start in (0..0x10_0000).step_by(0x1000) {
             let backing = Backing {
                 file: Arc::new(file.try_clone().unwrap()),
                 offset: start,
             };
-            table.map(gpa(start), 0x1000, true, Some(backing)).unwrap();
+            table
+                .map(gpa(start), 0x1000, true, Target::Ram(backing))
+                .unwrap();
         }
-        let kept = |mapping: &Mapping| mapping.backing.as_ref().map(|b| Arc::as_ptr(&b.file));
+        let kept = |mapping: &Mapping| mapping.target.backing().map(|b| Arc::as_ptr(&b.file));
         let first = table.iter().next().and_then(kept);
         assert!(table.iter().all(|mapping| kept(mapping) == first));
         assert_eq!(table.files.len(), 1);
@@ -473,7 +512,10 @@ mod tests {
         let mut table = DmaTable::default();
         for (start, len) in [(0, 0), (1, 0x1000), (0, 0xfff), (u64::MAX - 0xfff, 0x1000)] {
             assert_eq!(
-                table.map(gpa(start), len, true, None).unwrap_err().errno(),
+                table
+                    .map(gpa(start), len, true, Target::Private)
+                    .unwrap_err()
+                    .errno(),
                 Errno::INVAL,
                 "{start:#x}+{len:#x}"
             );
@@ -492,7 +534,7 @@ mod tests {
         };
         assert_eq!(
             table
-                .map(gpa(0), 0x1000, true, Some(pipe))
+                .map(gpa(0), 0x1000, true, Target::Ram(pipe))
                 .unwrap_err()
                 .errno(),
             Errno::INVAL
@@ -503,25 +545,29 @@ mod tests {
     fn private_memory_at_the_well_known_places_is_ram_that_is_not_shared() {
         let mut table = mapped(&[(0, 0xa_0000)]);
         // ROMs, and the BARs of a graphics card below and above 4 GiB.
-        table.map(gpa(0xfffc_0000), 0x4_0000, false, None).unwrap();
-        table.map(gpa(0xc_0000), 0x2_0000, true, None).unwrap();
         table
-            .map(gpa(0xc000_0000), 0x1000_0000, true, None)
+            .map(gpa(0xfffc_0000), 0x4_0000, false, Target::Private)
             .unwrap();
         table
-            .map(gpa(0x80_0000_0000), 0x1000_0000, true, None)
+            .map(gpa(0xc_0000), 0x2_0000, true, Target::Private)
+            .unwrap();
+        table
+            .map(gpa(0xc000_0000), 0x1000_0000, true, Target::Private)
+            .unwrap();
+        table
+            .map(gpa(0x80_0000_0000), 0x1000_0000, true, Target::Private)
             .unwrap();
         assert_eq!(table.blocked(), None);
         // A BAR at 4 GiB, in a VM whose RAM is all below 4 GiB.
         for len in [1 << 12, 16 << 20, 4u64 << 30] {
-            table.map(gpa(4 << 30), len, true, None).unwrap();
+            table.map(gpa(4 << 30), len, true, Target::Private).unwrap();
             assert_eq!(table.blocked(), None, "{len:#x}");
             table.unmap(gpa(4 << 30), len).unwrap();
         }
         // Low RAM, and a size that no BAR can have.
         for (start, mib) in [(0x10_0000, 1024), (4 << 30, 3)] {
             let start = gpa(start);
-            table.map(start, mib << 20, true, None).unwrap();
+            table.map(start, mib << 20, true, Target::Private).unwrap();
             assert_eq!(table.blocked(), Some(Blocked::PrivateRam { start, mib }));
             table.unmap(start, mib << 20).unwrap();
             assert_eq!(table.blocked(), None);

@@ -24,6 +24,7 @@ mod directory;
 mod dma_table;
 mod helper;
 mod lookup;
+mod peer_bars;
 mod records;
 mod served;
 mod server;

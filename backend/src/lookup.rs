@@ -29,6 +29,7 @@ use crate::{
     },
     device::{Device, DeviceError},
     helper::Helper,
+    peer_bars::PeerBars,
     records::Start,
     server::DeviceServer,
     sockets::{SocketName, Sockets},
@@ -50,6 +51,7 @@ pub(crate) struct Lookup {
     memory: VmMemory,
     /// Those of other devices.
     windows: PeerWindows,
+    peer_bars: PeerBars,
     ram: Vec<RamRange>,
     open_timeout: Duration,
     message_timeout: Duration,
@@ -81,6 +83,7 @@ impl Lookup {
             },
             helper: config.helper.clone(),
             windows: PeerWindows::default(),
+            peer_bars: PeerBars::default(),
             ntb: ntb.map(|ntb| {
                 let windows = PeerWindows::new(ntb.peer_space().clone());
                 (ntb, windows)
@@ -171,6 +174,7 @@ impl Lookup {
             pin_policy: self.pin_policy,
             memory: self.memory.clone(),
             windows: windows.clone(),
+            peer_bars: self.peer_bars.clone(),
             open_timeout: self.open_timeout,
             message_timeout: self.message_timeout,
             lost_after: self.lost_after,

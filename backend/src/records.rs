@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     borrow::Setup,
-    dma_table::{Backing, DmaTable},
+    dma_table::{Backing, DmaTable, Target},
 };
 
 /// The state of a device, encoded by position: fields are appended, and zero means that they are absent. A change of it, or
@@ -50,6 +50,8 @@ pub(crate) struct Saved {
     pub(crate) ram_taken: bool,
     /// Bytes of its expansion ROM. Since version 2.
     pub(crate) rom: u32,
+    /// First addresses of the mappings that are BARs. Since version 2.
+    pub(crate) peer_bars: Vec<u64>,
 }
 
 /// A [`Described`] as version 1 has it. What it has got since is beside it.
@@ -127,11 +129,16 @@ impl Saved {
             len: mapping.range.len(),
             writable: mapping.writable,
             backing: mapping
-                .backing
-                .as_ref()
+                .target
+                .backing()
                 .map(|backing| (backing.file.as_raw_fd(), backing.offset)),
         });
         saved.collect()
+    }
+
+    pub(crate) fn peer_bars(memory: &DmaTable) -> Vec<u64> {
+        let bars = memory.iter().filter(|mapping| mapping.is_bar());
+        bars.map(|mapping| mapping.range.start().get()).collect()
     }
 
     pub(crate) fn refused(memory: &DmaTable) -> Vec<(u64, u64)> {
@@ -165,18 +172,22 @@ impl Saved {
         let mut table = DmaTable::default();
         let mut files = BTreeMap::<RawFd, Arc<File>>::new();
         for mapping in &self.memory {
-            let backing = match mapping.backing {
-                None => None,
+            let target = match mapping.backing {
+                None => Target::Private,
                 Some((fd, offset)) => {
                     let known = files.get(&fd).cloned();
                     let file = known.or_else(|| Some(Arc::new(kept.claim(fd)?.into())))?;
                     files.insert(fd, Arc::clone(&file));
-                    Some(Backing { file, offset })
+                    let memory = Backing { file, offset };
+                    match self.peer_bars.contains(&mapping.start) {
+                        true => Target::Bar(memory),
+                        false => Target::Ram(memory),
+                    }
                 }
             };
             let start = Gpa::new(mapping.start);
             table
-                .map(start, mapping.len, mapping.writable, backing)
+                .map(start, mapping.len, mapping.writable, target)
                 .ok()?;
         }
         for (start, len) in &self.refused {

@@ -1,6 +1,7 @@
 //! The DMA path from a device to guest RAM: pins, mappings in the borrower's IOMMU domain, and
 //! windows onto them.
 
+mod bars;
 mod reopen;
 mod report;
 
@@ -42,6 +43,7 @@ struct Segment {
     memory: MemoryRange,
     /// Its mappings in the borrower's domain: one piece for each window that spans it.
     pieces: Vec<Piece>,
+    is_bar: bool,
     /// `None` for a page behind a vIOMMU: [`PagePins`] has it pinned until the path closes.
     pins: Option<Arc<SharedPins>>,
 }
@@ -151,7 +153,7 @@ impl OpenPath {
         mappings: &[Mapping],
         pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
-        let shared = || mappings.iter().filter(|mapping| mapping.is_shared());
+        let shared = || mappings.iter().filter(|mapping| mapping.is_ram());
         let has_ram = shared().any(|mapping| {
             mapping.range.start() <= LOW_MEMORY || !PagePins::fits(mapping.range.len())
         });
@@ -203,7 +205,7 @@ impl OpenPath {
         for (mapping, pins) in pinned {
             self.add(client, mapping, Some(pins))?;
         }
-        Ok(())
+        self.map_bars(client, mappings, pinning)
     }
 
     /// Adds a mapping, and opens windows for the parts that no open window spans. On error, call
@@ -220,7 +222,7 @@ impl OpenPath {
     ) -> Result<(), PathError> {
         self.adding = Adding::default();
         let paged = self.is_page(mapping.range);
-        if mapping.is_shared() {
+        if mapping.is_ram() || mapping.is_bar() {
             while let Some(&gap) = self.without_window(mapping.range).first() {
                 match paged && self.keeps_windows() {
                     true => self.open_page_windows(client, gap)?,
@@ -410,6 +412,7 @@ impl OpenPath {
             range: mapping.range,
             memory,
             pieces,
+            is_bar: mapping.is_bar(),
             pins,
         };
         self.segments.insert(start, segment);
@@ -573,6 +576,7 @@ mod tests {
                 range,
                 memory: MemoryRange::whole(std::fs::File::open("/dev/null").unwrap(), range.len()),
                 pieces: Vec::new(),
+                is_bar: false,
                 pins: None,
             };
             path.segments.insert(range.start(), segment);

@@ -36,6 +36,7 @@ use crate::{
     ReleaseHook,
     dma_table::Blocked,
     helper::{Helper, held_fence},
+    peer_bars::PeerBars,
     records::{LeaseRecord, LeftLease},
 };
 use work::Borrower;
@@ -61,6 +62,8 @@ pub(crate) struct Settings {
     pub(crate) memory: VmMemory,
     /// The peer addresses of their windows.
     pub(crate) windows: PeerWindows,
+    /// The BARs that the devices of the VM can reach.
+    pub(crate) peer_bars: PeerBars,
     /// Time after which a bus-master enable is logged as late.
     pub(crate) open_timeout: Duration,
     /// The VMM's request timeout.

@@ -158,6 +158,13 @@ impl Bars {
         self.owner == BarOwner::Lender && matches!(bar, Some(Some(Bar { memory: None, .. })))
     }
 
+    /// The memory that the borrower allocated for a BAR, and its areas.
+    pub(crate) fn own_memory(&self, bar: u8) -> Option<(&BarFile, &[SparseArea])> {
+        let bar = self.bars.get(usize::from(bar))?.as_ref()?;
+        let memory = bar.memory.as_ref()?;
+        (self.owner == BarOwner::Borrower).then_some((memory, &bar.areas))
+    }
+
     /// The mmap-able memory of a BAR.
     pub(crate) fn mappable(&self, bar: u8) -> Option<Mappable<'_>> {
         let bar = self.bars.get(usize::from(bar))?.as_ref()?;

@@ -51,7 +51,12 @@ impl Device {
             }
             staged.refuse_bus_master();
         }
-        for effect in self.config.commit(staged) {
+        let effects = self.config.commit(staged);
+        let moves = |effect: &Effect| matches!(effect, Effect::BarMoved(_));
+        if effects.iter().any(|effect| moves(&effect)) {
+            self.list_bars();
+        }
+        for effect in effects {
             match effect {
                 Effect::BarMoved(bar) => match self.config.bar_address(bar) {
                     Some(address) => log::debug!("{}: BAR {bar} at {address:?}", self.name()),

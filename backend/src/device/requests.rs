@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     borrow::{Event, State, worker::Job},
-    dma_table::{Backing, Blocked, DmaError, Mapping},
+    dma_table::{Backing, Blocked, DmaError, Mapping, Target},
 };
 
 impl Device {
@@ -135,14 +135,17 @@ impl Device {
     }
 
     fn map(&mut self, request: DmaMap, to: ReplyTo) -> Answer<'_> {
-        let backing = request.fd.map(|file| Backing {
-            file: Arc::new(file.into()),
-            offset: request.offset,
-        });
         let start = Gpa::new(request.address);
+        let target = match request.fd {
+            Some(file) => Target::Ram(Backing {
+                file: Arc::new(file.into()),
+                offset: request.offset,
+            }),
+            None => self.target_without_descriptor(start, request.size),
+        };
         let mapped = self
             .memory
-            .map(start, request.size, request.writable, backing);
+            .map(start, request.size, request.writable, target);
         match mapped {
             Ok(mapping) => {
                 let added = Task::Event(Event::mapped(mapping));

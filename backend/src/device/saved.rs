@@ -53,6 +53,7 @@ impl Device {
             unplugged: self.unplugged,
             ram_taken: self.ram_taken,
             rom,
+            peer_bars: Saved::peer_bars(&setup.memory),
         };
         if let Err(error) = self.records.stage(&saved, setup)
             && let Some(held_back) = self.line_limits.records.allow()

@@ -18,6 +18,7 @@ mod lender_loss;
 mod life;
 mod memory;
 mod nvme;
+mod peer_to_peer;
 mod quota;
 mod refusals;
 mod revoke;

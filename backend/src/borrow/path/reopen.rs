@@ -61,19 +61,21 @@ mod tests {
         },
         *,
     };
+    use crate::dma_table::Target;
 
     #[test]
     fn an_unmap_without_a_process_leaves_no_empty_window_and_nothing_half_added() {
         let mut path = open(&[(0, 0x8000), (0xa000, 0xc000), (0x10000, 0x20000)]);
         let mapping = |start: u64, end: u64| Mapping {
             range: range(start, end),
-            backing: None,
+            target: Target::Private,
             writable: true,
         };
         let segment = |range: GpaRange| Segment {
             range,
             memory: MemoryRange::whole(std::fs::File::open("/dev/null").unwrap(), range.len()),
             pieces: Vec::new(),
+            is_bar: false,
             pins: None,
         };
         for part in [range(0, 0x8000), range(0xa000, 0xc000)] {

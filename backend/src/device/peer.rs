@@ -1,0 +1,73 @@
+//! Peer to peer: this device's BARs as targets of the VM's other devices, and theirs as its targets.
+
+use std::sync::Arc;
+
+use farside_config_space::GuestBarAddress;
+use farside_guest_layout::{Gpa, GpaRange};
+use farside_pci::BarKind;
+
+use super::Device;
+use crate::{
+    dma_table::{Backing, Target},
+    peer_bars::PeerBar,
+};
+
+impl Device {
+    /// Lists the prefetchable BARs whose memory this backend has, where the guest has them now.
+    pub(super) fn list_bars(&self) {
+        let bars = (0u8..).zip(&self.described.description.bars);
+        let listed = bars.filter_map(|(bar, description)| {
+            let prefetchable = matches!(
+                description.as_ref()?.kind,
+                BarKind::Memory32 { prefetchable: true } | BarKind::Memory64 { prefetchable: true }
+            );
+            let GuestBarAddress::Memory(start) = self.config.bar_address(bar)? else {
+                return None;
+            };
+            prefetchable.then(|| self.memory_at(bar, Gpa::new(start)))
+        });
+        let listed = listed.flatten().collect();
+        self.settings.peer_bars.list(&self.settings.device, listed);
+    }
+
+    /// The memory of a BAR that the guest has at `start`: of each of its sparse mmap areas.
+    fn memory_at(&self, bar: u8, start: Gpa) -> Vec<PeerBar> {
+        let Some((memory, areas)) = self.bars.own_memory(bar) else {
+            return Vec::new();
+        };
+        let of_area = |offset: u64, size: u64| {
+            Some(PeerBar {
+                range: GpaRange::new(start.checked_add(offset)?, size).ok()?,
+                memory: Backing {
+                    file: Arc::new(memory.file.try_clone().ok()?.into()),
+                    offset: memory.offset + offset,
+                },
+            })
+        };
+        let areas = areas.iter();
+        areas
+            .filter_map(|area| of_area(area.offset, area.size))
+            .collect()
+    }
+
+    /// What a range without a descriptor is: a BAR of a device of the VM, or memory that no device can reach.
+    ///
+    /// Behind a vIOMMU, where the guest has no RAM at 1 MiB, an address is an IOVA, and not that of a BAR.
+    pub(super) fn target_without_descriptor(&mut self, start: Gpa, len: u64) -> Target {
+        let range = GpaRange::new(start, len).ok();
+        let found = range.and_then(|range| {
+            let found = self.settings.peer_bars.find(range, &self.settings.device)?;
+            self.memory.has_low_ram().then_some((range, found))
+        });
+        let Some((range, (peer, memory))) = found else {
+            return Target::Private;
+        };
+        if let Some(held_back) = self.line_limits.peer_bars.allow() {
+            log::info!(
+                "{}: DMA to GPA {range} reaches the BAR of device {peer}{held_back}",
+                self.name()
+            );
+        }
+        Target::Bar(memory)
+    }
+}

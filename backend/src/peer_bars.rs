@@ -1,0 +1,113 @@
+//! The BARs of a VM's devices that other devices of the VM can reach (peer to peer): where the guest has them, and the
+//! memory behind them.
+//!
+//! A VMM maps the BARs of its devices for DMA as it maps guest RAM, whenever the guest places, moves, enables or disables
+//! one, but sends no descriptor with them: it has them from this backend. A range without a descriptor is therefore looked
+//! up here. Only prefetchable BARs of software models are listed, which are memory: registers are not, for each of which a
+//! window would be spent. A device's own BAR is not looked up for it: DMA of a PCIe function does not reach that function.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use farside_daemon::DeviceId;
+use farside_guest_layout::GpaRange;
+
+use crate::dma_table::Backing;
+
+/// The memory of one BAR, at the address that the guest has given it.
+#[derive(Clone, Debug)]
+pub(crate) struct PeerBar {
+    pub(crate) range: GpaRange,
+    pub(crate) memory: Backing,
+}
+
+/// The BARs of one VM. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PeerBars(Arc<Mutex<BTreeMap<DeviceId, Vec<PeerBar>>>>);
+
+impl PeerBars {
+    /// Replaces what is listed of `device`.
+    pub(crate) fn list(&self, device: &DeviceId, bars: Vec<PeerBar>) {
+        match bars.is_empty() {
+            true => self.lock().remove(device),
+            false => self.lock().insert(device.clone(), bars),
+        };
+    }
+
+    /// The device other than `not` whose BAR `range` is, or is a part of, and the memory behind `range`.
+    pub(crate) fn find(&self, range: GpaRange, not: &DeviceId) -> Option<(DeviceId, Backing)> {
+        let listed = self.lock();
+        let others = listed.iter().filter(|(device, _)| *device != not);
+        let mut all = others.flat_map(|(device, bars)| bars.iter().map(move |bar| (device, bar)));
+        let (device, bar) = all.find(|(_, bar)| bar.range.covers(range))?;
+        let skip = range.start().offset_from(bar.range.start())?;
+        let memory = Backing {
+            file: Arc::clone(&bar.memory.file),
+            offset: bar.memory.offset + skip,
+        };
+        Some((device.clone(), memory))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<DeviceId, Vec<PeerBar>>> {
+        // Changed by one insertion or removal.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use farside_fabric::memory::create_sealed;
+    use farside_guest_layout::Gpa;
+
+    use super::*;
+
+    fn range(start: u64, len: u64) -> GpaRange {
+        GpaRange::new(Gpa::new(start), len).unwrap()
+    }
+
+    fn device(id: &str) -> DeviceId {
+        id.parse().unwrap()
+    }
+
+    #[test]
+    fn a_range_is_found_while_it_is_inside_a_listed_bar() {
+        let file: Arc<File> = Arc::new(create_sealed("bar", 0x8000).unwrap().into());
+        let bar = |start| PeerBar {
+            range: range(start, 0x4000),
+            memory: Backing {
+                file: Arc::clone(&file),
+                offset: 0x1000,
+            },
+        };
+        let bars = PeerBars::default();
+        let found = |start, len| {
+            let (device, memory) = bars.find(range(start, len), &device("c"))?;
+            assert!(Arc::ptr_eq(&memory.file, &file));
+            Some((device.to_string(), memory.offset))
+        };
+        bars.list(&device("a"), vec![bar(0x10_0000)]);
+        bars.list(&device("b"), vec![bar(0x20_0000), bar(0x30_0000)]);
+        assert_eq!(found(0x10_0000, 0x4000), Some(("a".to_owned(), 0x1000)));
+        assert_eq!(found(0x30_2000, 0x1000), Some(("b".to_owned(), 0x3000)));
+        for (start, len) in [
+            (0xf_f000, 0x2000),
+            (0x10_3000, 0x2000),
+            (0x10_4000, 0x1000),
+            (0, 0x1000),
+        ] {
+            assert_eq!(found(start, len), None, "{start:#x}+{len:#x}");
+        }
+        assert!(bars.find(range(0x10_0000, 0x4000), &device("a")).is_none());
+        // Moved, then off.
+        bars.list(&device("a"), vec![bar(0x40_0000)]);
+        assert_eq!(found(0x10_0000, 0x4000), None);
+        assert_eq!(found(0x40_0000, 0x4000), Some(("a".to_owned(), 0x1000)));
+        bars.list(&device("a"), Vec::new());
+        assert_eq!(found(0x40_0000, 0x4000), None);
+        assert_eq!(found(0x20_0000, 0x4000), Some(("b".to_owned(), 0x1000)));
+    }
+}
