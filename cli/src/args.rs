@@ -140,8 +140,9 @@ pub(crate) struct Lend {
     #[arg(long)]
     pub(crate) listen_plain: bool,
     /// Lend an emulated NVMe device backed by an image file or block device.
-    /// At most N operations and SIZE bytes per second, as in disk0=disk0.img,iops=5000,bandwidth=200M.
-    #[arg(long, value_name = "ID=IMAGE[,read-only][,iops=N][,bandwidth=SIZE]", value_parser = parse_disk)]
+    /// At most N operations and SIZE bytes per second, as in disk0=disk0.img,iops=5000,bandwidth=200M. With cmb=SIZE, the
+    /// controller has a memory buffer, which it and the VM's other devices can transfer data to and from (peer to peer).
+    #[arg(long, value_name = "ID=IMAGE[,read-only][,iops=N][,bandwidth=SIZE][,cmb=SIZE]", value_parser = parse_disk)]
     pub(crate) nvme: Vec<Disk>,
     /// Lend a virtio-blk device backed by an image file or block device.
     /// Options as for --nvme.
@@ -457,11 +458,13 @@ pub(crate) struct Disk {
     pub(crate) image: PathBuf,
     pub(crate) read_only: bool,
     pub(crate) limits: Limits,
+    /// Bytes of the controller memory buffer, of an NVMe device.
+    pub(crate) cmb: Option<u64>,
 }
 
 /// Options are read from the end, as a path may contain commas.
 fn parse_disk(text: &str) -> Result<Disk, String> {
-    let (mut rest, mut read_only, mut limits) = (text, false, Limits::default());
+    let (mut rest, mut read_only, mut limits, mut cmb) = (text, false, Limits::default(), None);
     while let Some((before, option)) = rest.rsplit_once(',') {
         match option.split_once('=') {
             None if option == "read-only" => read_only = true,
@@ -471,6 +474,7 @@ fn parse_disk(text: &str) -> Result<Disk, String> {
                 };
                 limits.iops = Some(number.parse().map_err(wrong)?);
             }
+            Some(("cmb", size)) => cmb = Some(parse_size(size)?),
             Some(("bandwidth", size)) => limits.bandwidth = Some(parse_size(size)?),
             _ => break,
         }
@@ -482,6 +486,7 @@ fn parse_disk(text: &str) -> Result<Disk, String> {
             image: image.into(),
             read_only,
             limits,
+            cmb,
         }),
         _ => Err("give a device id and an image, as in disk0=/var/lib/farside/disk0.img".into()),
     }
@@ -532,13 +537,15 @@ mod tests {
             image: image.into(),
             read_only,
             limits: Limits::default(),
+            cmb: None,
         };
         assert_eq!(parse_disk("a=b=c"), Ok(disk("b=c", false)));
         assert_eq!(parse_disk("a=b,c,read-only"), Ok(disk("b,c", true)));
-        let limited = parse_disk("a=b,c=1,bandwidth=20M,read-only,iops=7").unwrap();
+        let limited = parse_disk("a=b,c=1,bandwidth=20M,read-only,cmb=2M,iops=7").unwrap();
         assert_eq!((limited.image, limited.read_only), ("b,c=1".into(), true));
         assert_eq!(limited.limits.iops, Some(7));
         assert_eq!(limited.limits.bandwidth, Some(20 << 20));
+        assert_eq!(limited.cmb, Some(2 << 20));
         for refused in ["a", "=b", "a=,read-only", "a=b,iops=x", "a=b,bandwidth=20X"] {
             assert!(parse_disk(refused).is_err(), "{refused}");
         }

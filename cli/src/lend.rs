@@ -144,6 +144,9 @@ fn named(args: &Lend) -> anyhow::Result<Vec<Table>> {
         options.insert("image".into(), absolute(&disk.image)?);
         options.insert("read-only".into(), disk.read_only.into());
         options.insert("limits".into(), Value::try_from(disk.limits)?);
+        if let Some(bytes) = disk.cmb {
+            options.insert("cmb".into(), i64::try_from(bytes)?.into());
+        }
         tables.push(model(&disk.id, kind, options, args));
     }
     for nic in &args.virtio_net {
@@ -236,7 +239,7 @@ mod tests {
     fn an_added_device_is_a_table_of_the_configuration() {
         let devices = tables(&[
             "--nvme",
-            "disk1=a \"b\".img,read-only,iops=500",
+            "disk1=a \"b\".img,read-only,iops=500,cmb=64M",
             "--virtio-blk",
             "disk2=b.img",
             "--virtio-net",
@@ -253,7 +256,7 @@ mod tests {
         match &devices[0].source {
             Source::Model(Model::Nvme(nvme)) => {
                 assert!(nvme.read_only);
-                assert_eq!(nvme.limits.iops, Some(500));
+                assert_eq!((nvme.limits.iops, nvme.cmb), (Some(500), Some(64 << 20)));
                 assert!(nvme.image.is_absolute() && nvme.image.ends_with("a \"b\".img"));
             }
             other => panic!("{other:?}"),

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use farside_fabric::Size;
+use farside_fabric::{Size, deserialize_optional_size};
 use farside_pci::Description;
 
-use super::{pci, registers::MAX_VECTORS};
+use super::{cmb, pci, registers::MAX_VECTORS};
 use crate::block::{
     EngineChoice, Image, ImageAccess, ImageError, Limits, LimitsError, SERIAL_LEN,
     serial::{is_text, serial_for},
@@ -41,6 +41,13 @@ pub struct Config {
     /// pairs.
     #[serde(default = "default_queues")]
     pub queues: u16,
+    /// Bytes of the controller memory buffer, a power of two from 2 MiB to 1 GiB. None by default.
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "deserialize_optional_size"
+    )]
+    pub cmb: Option<u64>,
     /// The I/O engine.
     #[serde(default)]
     pub engine: EngineChoice,
@@ -83,6 +90,9 @@ pub enum ConfigError {
     /// A limit of the I/O per second is too low.
     #[error(transparent)]
     Limits(#[from] LimitsError),
+    /// The size of the controller memory buffer.
+    #[error(transparent)]
+    Cmb(#[from] cmb::SizeError),
     /// The image cannot be used.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -104,6 +114,7 @@ impl Config {
             serial: None,
             model: default_model(),
             queues: default_queues(),
+            cmb: None,
             engine: EngineChoice::default(),
             limits: Limits::default(),
         }
@@ -118,6 +129,7 @@ impl Config {
             return Err(ConfigError::Queues(self.queues));
         }
         self.limits.validate()?;
+        self.cmb.map_or(Ok(()), cmb::check_size)?;
         if let Some(serial) = &self.serial {
             check_text("serial", serial, SERIAL_LEN)?;
         }
@@ -136,7 +148,8 @@ impl Config {
 
     /// The function on an image of `size` bytes.
     pub fn description(&self, size: u64) -> Description {
-        pci::description(self.vectors(), format!("{}, {}", self.model, Size(size)))
+        let summary = format!("{}, {}", self.model, Size(size));
+        pci::description(self.vectors(), self.cmb, summary)
     }
 
     pub(super) fn vectors(&self) -> u16 {

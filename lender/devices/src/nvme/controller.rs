@@ -21,6 +21,7 @@ use farside_fabric::{Access, Fault, memory::HostSlice};
 
 use super::{
     admin,
+    cmb::Cmb,
     command::{Command, DataPointer},
     config::{Config, ConfigError},
     events::{Event, Events},
@@ -59,6 +60,7 @@ pub struct Nvme {
     pub(super) names: Names,
     pub(super) namespace: Namespace,
     pub(super) registers: Registers,
+    pub(super) cmb: Option<Cmb>,
     pub(super) queues: Queues,
     pub(super) slots: Slots,
     pub(super) block: BlockQueue,
@@ -174,6 +176,7 @@ impl Nvme {
             },
             namespace,
             registers: Registers::default(),
+            cmb: config.cmb.map(Cmb::new),
             queues: Queues::new(config.queues),
             slots: Slots::new(),
             block,

@@ -28,6 +28,7 @@
 //! set until then.
 
 mod admin;
+mod cmb;
 mod command;
 mod config;
 mod controller;

@@ -2,8 +2,9 @@
 //! management, PCI Express (with function-level reset) and MSI-X.
 
 use farside_pci::regs::{EXP_DEVCAP, EXP_DEVCAP2, EXP_LNKCAP, INTERRUPT_PIN};
-use farside_pci::{Bar, BarKind, ConfigImage, Description};
+use farside_pci::{Bar, BarKind, ConfigImage, Description, SparseMmapArea};
 
+use super::cmb;
 use super::registers::{BAR_SIZE, MSIX_PBA, MSIX_TABLE};
 
 /// Vendor id of the range for virtual devices.
@@ -22,8 +23,8 @@ const EXPRESS: usize = 0x50;
 /// Mass storage, non-volatile memory, NVM Express.
 const CLASS: u32 = 0x01_08_02;
 
-/// The function's description, with `vectors` MSI-X vectors.
-pub fn description(vectors: u16, summary: String) -> Description {
+/// The function's description, with `vectors` MSI-X vectors and a controller memory buffer of `cmb` bytes.
+pub fn description(vectors: u16, cmb: Option<u64>, summary: String) -> Description {
     const PAYLOAD_256: u32 = 1;
     const ASPM_COMPLIANT: u32 = 1 << 22;
     const COMPLETION_TIMEOUT_DISABLE: u32 = 1 << 4;
@@ -31,6 +32,13 @@ pub fn description(vectors: u16, summary: String) -> Description {
     let mut bars = [const { None }; 6];
     let prefetchable = false;
     bars[0] = Some(Bar::new(BAR_SIZE, BarKind::Memory64 { prefetchable }));
+    bars[cmb::BAR] = cmb.map(|size| Bar {
+        mappable: vec![SparseMmapArea {
+            offset: 0,
+            len: size,
+        }],
+        ..Bar::new(size, BarKind::Memory64 { prefetchable: true })
+    });
     let mut image = ConfigImage::endpoint(VENDOR_ID, DEVICE_ID, CLASS, &bars);
     image
         .set_u8(INTERRUPT_PIN, 1)

@@ -67,6 +67,7 @@ impl Nvme {
             msix_table: self.msix_table.to_vec(),
             answered,
             flush_failed: self.flush_failed,
+            cmb_control: self.cmb.as_ref().map_or(0, |cmb| cmb.control),
             ..Saved::default()
         };
         self.queues.save(&mut saved);
@@ -94,6 +95,9 @@ impl Nvme {
         registers.asq = saved.asq & !0xfff;
         registers.acq = saved.acq & !0xfff;
         registers.interrupt_mask = mask;
+        if let Some(cmb) = &mut self.cmb {
+            cmb.set_control(saved.cmb_control);
+        }
         if saved.msix_table.len() != self.msix_table.len() {
             return Err(StateError::Invalid("the size of the MSI-X table"));
         }

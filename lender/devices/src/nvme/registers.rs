@@ -42,8 +42,8 @@ pub mod offset {
 /// Version 1.4.0 (3.1.2).
 pub const VERSION: u32 = 0x0001_0400;
 
-/// Controller capabilities (3.1.1).
-pub fn capabilities() -> u64 {
+/// Controller capabilities (3.1.1), but for that of a memory buffer.
+fn capabilities() -> u64 {
     const CONTIGUOUS_QUEUES_REQUIRED: u64 = 1 << 16;
     // Worst case of a disable, which waits for all I/O in flight. In units of 500 ms.
     const TIMEOUT: u64 = 60 << 24;
@@ -114,6 +114,9 @@ pub enum Shutdown {
     /// All writes are on the medium.
     Complete,
 }
+
+/// CAP.CMBS in the upper doubleword: there is a controller memory buffer.
+pub const CMB_SUPPORTED: u32 = 1 << 25;
 
 /// Controller status (3.1.6).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use crate::state::{Kind, Snapshot};
 /// The controller's state.
 pub const STATE_KIND: Kind = Kind::new(*b"FARSNVME", "an NVMe controller");
 
-/// Since version 1.
+/// Since version 1, where a field says nothing else.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Saved {
     pub session: u32,
@@ -32,6 +32,8 @@ pub struct Saved {
     pub answered: Option<Answered>,
     /// A flush has failed, which the kernel reports once.
     pub flush_failed: bool,
+    /// CMBMSC. Since version 2.
+    pub cmb_control: u64,
 }
 
 impl Snapshot for Saved {

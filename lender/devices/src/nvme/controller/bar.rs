@@ -6,7 +6,7 @@ use crate::{
     Bus,
     nvme::{
         doorbells::Doorbell,
-        registers::{DOORBELLS, MSIX_PBA, MSIX_TABLE, offset},
+        registers::{CMB_SUPPORTED, DOORBELLS, MSIX_PBA, MSIX_TABLE, offset},
     },
 };
 
@@ -14,7 +14,14 @@ impl Nvme {
     /// Reads the doubleword at `at`, a multiple of 4.
     pub(super) fn read_dword(&mut self, at: u64, bus: &mut Bus<'_>) -> u32 {
         match at {
-            ..DOORBELLS => self.registers.read(at),
+            ..DOORBELLS => {
+                let value = self.registers.read(at);
+                match &self.cmb {
+                    Some(_) if at == offset::CAP_HIGH => value | CMB_SUPPORTED,
+                    Some(cmb) => cmb.register(at).unwrap_or(value),
+                    None => value,
+                }
+            }
             // Reads of doorbells are vendor specific (3.1.24).
             DOORBELLS..MSIX_TABLE => 0,
             MSIX_TABLE..MSIX_PBA => self.table_dword(at - MSIX_TABLE),
@@ -58,7 +65,10 @@ impl Nvme {
                 self.changed = true;
             }
             ..DOORBELLS => {
-                self.registers.write_plain(at, value);
+                let of_cmb = self.cmb.as_mut().map(|cmb| cmb.write_register(at, value));
+                if of_cmb != Some(true) {
+                    self.registers.write_plain(at, value);
+                }
                 self.changed = true;
             }
             DOORBELLS..MSIX_TABLE => {

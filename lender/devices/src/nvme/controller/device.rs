@@ -9,11 +9,23 @@ use super::{Nvme, power_on_table};
 use crate::{
     Bus, Device,
     nvme::{
+        cmb::{self, Cmb, OwnFirst},
         registers::{BAR_SIZE, Registers},
         slots::{IO_SLOTS, RESERVED_SLOTS},
     },
     state,
 };
+
+impl Nvme {
+    /// Acts on the bus, where addresses of the controller memory buffer are the controller's own.
+    fn on<R>(&mut self, bus: &mut Bus<'_>, act: impl FnOnce(&mut Self, &mut Bus<'_>) -> R) -> R {
+        let Some(own) = self.cmb.as_ref().and_then(Cmb::own) else {
+            return act(self, bus);
+        };
+        let dma = &mut OwnFirst { own, bus: bus.dma };
+        act(self, &mut Bus { dma, irq: bus.irq })
+    }
+}
 
 impl Device for Nvme {
     fn description(&self) -> &Description {
@@ -22,6 +34,9 @@ impl Device for Nvme {
 
     fn bar_read(&mut self, bar: u8, at: u64, data: &mut [u8], bus: &mut Bus<'_>) {
         data.fill(0);
+        if let (Some(cmb), true) = (&self.cmb, usize::from(bar) == cmb::BAR) {
+            return cmb.read(at, data);
+        }
         if bar != 0 || at >= BAR_SIZE {
             return;
         }
@@ -37,34 +52,41 @@ impl Device for Nvme {
     }
 
     fn bar_write(&mut self, bar: u8, at: u64, data: &[u8], bus: &mut Bus<'_>) {
+        if let (Some(cmb), true) = (&self.cmb, usize::from(bar) == cmb::BAR) {
+            return cmb.write(at, data);
+        }
         // No register supports narrower or unaligned accesses (3.1).
         if bar != 0 || at >= BAR_SIZE || at & 3 != 0 {
             return;
         }
-        let mut at = at;
-        for part in data.chunks_exact(4) {
-            let value = u32::from_le_bytes([part[0], part[1], part[2], part[3]]);
-            self.write_dword(at, value, bus);
-            at += 4;
-        }
-        self.save_changes();
+        self.on(bus, |nvme, bus| {
+            let mut at = at;
+            for part in data.chunks_exact(4) {
+                let value = u32::from_le_bytes([part[0], part[1], part[2], part[3]]);
+                nvme.write_dword(at, value, bus);
+                at += 4;
+            }
+            nvme.save_changes();
+        });
     }
 
-    /// BAR 0 has no sparse mmap area.
-    fn set_bar_memory(&mut self, _bar: u8, _area: usize, _memory: Option<HostSlice>) {}
+    /// Only the controller memory buffer's BAR has a sparse mmap area.
+    fn set_bar_memory(&mut self, _bar: u8, _area: usize, memory: Option<HostSlice>) {
+        if let Some(cmb) = &mut self.cmb {
+            cmb.set_memory(memory);
+        }
+    }
 
     fn poll(&mut self, bus: &mut Bus<'_>) -> bool {
-        self.run(bus)
+        self.on(bus, Self::run)
     }
 
     fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
-        let pending = match self.enable_notifications(bus) {
-            Ok(pending) => pending,
-            Err(fault) => {
-                self.fatal(fault);
-                false
-            }
-        };
+        let pending = self.on(bus, Self::enable_notifications);
+        let pending = pending.unwrap_or_else(|fault| {
+            self.fatal(fault);
+            false
+        });
         !pending && !self.block.is_busy()
     }
 
@@ -75,10 +97,12 @@ impl Device for Nvme {
     fn quiesce(&mut self, bus: &mut Bus<'_>) -> bool {
         self.quiesced = true;
         self.block.hurry();
-        self.turn_block(bus);
-        self.advance(bus);
-        self.queues
-            .interrupt(bus.irq, self.registers.interrupt_mask);
+        self.on(bus, |nvme, bus| {
+            nvme.turn_block(bus);
+            nvme.advance(bus);
+            nvme.queues
+                .interrupt(bus.irq, nvme.registers.interrupt_mask);
+        });
         let quiet = self.slots.busy() == 0;
         if quiet {
             self.queues.forget_translations();
@@ -89,7 +113,7 @@ impl Device for Nvme {
 
     fn resume(&mut self, bus: &mut Bus<'_>) {
         self.quiesced = false;
-        self.advance(bus);
+        self.on(bus, Self::advance);
         self.save_changes();
     }
 
@@ -103,6 +127,9 @@ impl Device for Nvme {
         self.forget_session();
         self.queues.forget_line();
         self.registers = Registers::default();
+        if let Some(cmb) = &mut self.cmb {
+            cmb.set_control(0);
+        }
         self.msix_table = power_on_table(self.vectors());
         self.draining = false;
         self.shutdown_flush = false;

@@ -3,6 +3,7 @@
 
 mod admin;
 mod bench;
+mod cmb;
 mod configuration;
 pub(crate) mod crash;
 mod doorbells;
