@@ -18,6 +18,7 @@ mod life;
 mod loss;
 mod network_device;
 mod outlive;
+mod peer_to_peer;
 mod refusals;
 mod revoke;
 mod sharing;
@@ -112,6 +113,7 @@ fn main() {
         virtio::a_virtio_blk_disk_is_used_reset_and_removed,
         network_device::a_network_device_carries_data_is_reset_and_removed,
         network_device::processes_that_are_killed_cost_a_guest_no_connection,
+        peer_to_peer::disks_transfer_data_through_the_memory_of_one,
     ]
     .map(|(name, test)| {
         let heavy = HEAVY.iter().find(|(it, _)| *it == name);
