@@ -23,6 +23,7 @@ use farside_backend_api::{ConnectionState, DeviceReport};
 use farside_config_space::ConfigSpace;
 use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
+use farside_guest_layout::Gpa;
 use farside_irq_relay::{IrqCounts, Vectors};
 use farside_lender_protocol::{BarOwner, Channel, Described, ErrorKind, MAX_FDS, Transport};
 use farside_vfio_user::{
@@ -72,6 +73,8 @@ pub(crate) struct Device {
     /// signalling in the relayed form.
     vectors: Vectors,
     bars: Bars,
+    /// Where the guest has them.
+    placed: [Option<Gpa>; 6],
     worker: Worker,
     records: Records,
     /// The capabilities of the client.
@@ -186,6 +189,7 @@ impl Device {
             memory,
             vectors,
             bars,
+            placed: Default::default(),
             worker: Worker::start(settings.clone(), described.clone(), lease)?,
             records,
             negotiated: None,
@@ -210,7 +214,7 @@ impl Device {
         };
         let client = kept.map(|(saved, connection)| {
             device.take_over(&saved);
-            device.list_bars();
+            device.list_bars(0..6);
             (connection, Session::resumed(saved.negotiated))
         });
         Ok((device, client))

@@ -52,9 +52,12 @@ impl Device {
             staged.refuse_bus_master();
         }
         let effects = self.config.commit(staged);
-        let moves = |effect: &Effect| matches!(effect, Effect::BarMoved(_));
-        if effects.iter().any(|effect| moves(&effect)) {
-            self.list_bars();
+        if effects.reset().is_none() {
+            let moved = effects.iter().filter_map(|effect| match effect {
+                Effect::BarMoved(bar) => Some(bar),
+                _ => None,
+            });
+            self.list_bars(moved);
         }
         for effect in effects {
             match effect {

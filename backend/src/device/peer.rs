@@ -13,19 +13,44 @@ use crate::{
 };
 
 impl Device {
-    /// Lists the prefetchable BARs whose memory this backend has, where the guest has them now.
-    pub(super) fn list_bars(&self) {
-        let bars = (0u8..).zip(&self.described.description.bars);
-        let listed = bars.filter_map(|(bar, description)| {
-            let prefetchable = matches!(
-                description.as_ref()?.kind,
-                BarKind::Memory32 { prefetchable: true } | BarKind::Memory64 { prefetchable: true }
-            );
-            let GuestBarAddress::Memory(start) = self.config.bar_address(bar)? else {
-                return None;
+    /// Lists the BARs of `moved` where the guest has them now.
+    ///
+    /// A function-level reset changes nothing: the BAR registers that a guest sees are its VMM's own, which it neither clears
+    /// nor writes again.
+    pub(super) fn list_bars(&mut self, moved: impl IntoIterator<Item = u8>) {
+        for bar in moved {
+            let place = match self.config.bar_address(bar) {
+                Some(GuestBarAddress::Memory(0)) => continue,
+                Some(GuestBarAddress::Memory(start)) => Some(Gpa::new(start)),
+                Some(GuestBarAddress::Io(_)) | None => None,
             };
-            prefetchable.then(|| self.memory_at(bar, Gpa::new(start)))
-        });
+            if let Some(placed) = self.placed.get_mut(usize::from(bar)) {
+                *placed = place;
+            }
+        }
+        self.publish_bars();
+    }
+
+    /// The guest has no BARs any more.
+    pub(super) fn unlist_bars(&mut self) {
+        self.placed = Default::default();
+        self.publish_bars();
+    }
+
+    /// Only those that are prefetchable and whose memory this backend has.
+    fn publish_bars(&self) {
+        let bars = (0u8..).zip(&self.described.description.bars);
+        let listed = bars
+            .zip(self.placed)
+            .filter_map(|((bar, description), placed)| {
+                let prefetchable = matches!(
+                    description.as_ref()?.kind,
+                    BarKind::Memory32 { prefetchable: true }
+                        | BarKind::Memory64 { prefetchable: true }
+                );
+                let start = placed.filter(|_| prefetchable)?;
+                Some(self.memory_at(bar, start))
+            });
         let listed = listed.flatten().collect();
         self.settings.peer_bars.list(&self.settings.device, listed);
     }

@@ -34,7 +34,7 @@ impl Device {
             Task::ResetConfig => {
                 self.config.reset();
                 self.vectors.reset();
-                self.list_bars();
+                self.unlist_bars();
             }
             Task::Read(read) => self.read_register(read),
             Task::BarWrite {
@@ -181,7 +181,7 @@ impl Device {
         self.vectors.disable_all();
         self.vectors.reset();
         self.config.reset();
-        self.list_bars();
+        self.unlist_bars();
         self.absent = false;
         self.unplugged = false;
         match Bars::new(&self.described) {

@@ -6,11 +6,16 @@ use farside_hand_over::{
     decode,
     samples::{self, Example},
 };
+use farside_irq_relay::{Action, IrqIndex};
 use farside_keeper::RECORDS;
-use farside_lender_protocol::BarOwner;
+use farside_lender_protocol::{BarOwner, Described, Transport};
 use farside_pci::{Bar, BarKind, Description, SparseMmapArea};
+use farside_vfio_user::Negotiated;
 
-use super::*;
+use super::{
+    saved::{SavedIrqData, SavedIrqs, SavedMapping},
+    *,
+};
 
 fn sample(version: u32) -> PathBuf {
     let name = format!("tests/samples/snapshot-{version}.txt");

@@ -4,7 +4,10 @@ use farside_devices::dma_test::{Command, SRAM_SIZE};
 use farside_fabric::NtbLimits;
 
 use crate::{
-    guest::{CONFIG, Job, MEMORY, Port, Ram, SMALL, enable, fill, run, set_command, small},
+    guest::{
+        CONFIG, Job, MEMORY, Port, Ram, SMALL, capability, command, enable, fill, run, set_command,
+        small,
+    },
     host::{DMA, Host, Served, dma_test},
     vmm::Vmm,
 };
@@ -102,6 +105,23 @@ fn a_bar_that_moves_is_reached_at_its_new_address_only() {
     assert_bar_filled(&mut first, 3);
     assert!(!fill(&mut second, 4 * PLACE, SRAM_SIZE as u32, 6).faulted());
     assert_bar_filled(&mut first, 6);
+}
+
+/// A VMM has BAR registers of its own, which a function-level reset does not clear.
+#[test]
+fn a_bar_stays_where_it_is_when_the_guest_resets_its_function() {
+    let host = host(NtbLimits::default());
+    let served = Served::start(host.config("a", &[DMA, OTHER]));
+    let (mut first, mut second, _ram) = devices(&served);
+    place(&mut first, PLACE);
+    let control = capability(&mut first, 0x10) + 8;
+    first.write(CONFIG, control, &0x8000_u16.to_le_bytes());
+    assert_eq!(command(&mut first), 0);
+    set_command(&mut first, MEMORY);
+    assert!(enable(&mut second));
+    map_bar(&mut second, PLACE);
+    assert!(!fill(&mut second, PLACE, SRAM_SIZE as u32, 1).faulted());
+    assert_bar_filled(&mut first, 1);
 }
 
 #[test]

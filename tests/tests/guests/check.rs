@@ -11,6 +11,17 @@ pub fn open(
     device: &str,
     windows: u32,
 ) -> anyhow::Result<Borrow> {
+    open_with_bars(cluster, guest, device, windows, 0)
+}
+
+/// As [`open`], of a device with windows onto as many bytes of other devices' BARs, too.
+pub fn open_with_bars(
+    cluster: &Cluster,
+    guest: &Guest<'_>,
+    device: &str,
+    windows: u32,
+    bars: u64,
+) -> anyhow::Result<Borrow> {
     let borrow = cluster.wait_state(guest.name(), device, BorrowState::Ready)?;
     let ram = shared_ram(guest.qmp())?;
     let bytes: u64 = ram.iter().map(|(_, len)| len).sum();
@@ -24,7 +35,7 @@ pub fn open(
     ensure!(borrow.lut_entries >= windows, "{borrow:?}");
     ensure!(
         lent.bus_master
-            && lent.bytes_mapped == bytes
+            && lent.bytes_mapped == bytes + bars
             && lent.windows == windows
             && lent.lut_entries == borrow.lut_entries
             && lent.borrowed_by.as_deref() == Some(guest.name()),

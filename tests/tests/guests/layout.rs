@@ -41,7 +41,7 @@ pub fn a_5_gib_guest_gets_two_windows_and_dma_above_4_gib(
         .append(&format!("memmap=1M${LOW:#x}"))
         .boot()?;
     guest.wait_disk()?;
-    let borrow = check::open(cluster, &guest, "disk0", 2)?;
+    let borrow = check::open_with_bars(cluster, &guest, "disk0", 3, 64 << 10)?;
     ensure!(borrow.guest_ram_bytes > RAM - MIB, "{borrow:?}");
     ensure!(borrow.layout_probes < 200, "{borrow:?}");
     ensure!(borrow.bytes_pinned_before_bme == 0, "{borrow:?}");

@@ -12,6 +12,9 @@ use crate::{check, passed};
 
 const DISK: &str = "/dev/nvme0n1";
 
+/// Bytes of the DMA test device's memory, which the disk reaches, too.
+const MEMORY: u64 = 64 << 10;
+
 pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
@@ -40,7 +43,7 @@ pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
     let bdf = guest.find(NVME)?;
     let after_firmware = match guest.config_read(&bdf, 4, Width::U16)? & 4 {
         0 => check::closed(cluster, "a", "disk0")?,
-        _ => check::open(cluster, &guest, "disk0", 1)?,
+        _ => check::open_with_bars(cluster, &guest, "disk0", 2, MEMORY)?,
     };
     ensure!(
         after_firmware.bytes_pinned_before_bme == 0,
@@ -49,7 +52,7 @@ pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
 
     guest.sh("modprobe nvme")?;
     guest.wait_disk()?;
-    let borrow = check::open(cluster, &guest, "disk0", 1)?;
+    let borrow = check::open_with_bars(cluster, &guest, "disk0", 2, MEMORY)?;
     ensure!(borrow.bytes_pinned_before_bme == 0, "{borrow:?}");
     ensure!(borrow.bme_to_ready_us > 0, "{borrow:?}");
     check::closed(cluster, "a", "dma0")?;
@@ -82,7 +85,7 @@ fn the_guest_lets_the_drive_go(
     let driver = "/sys/bus/pci/drivers/nvme";
     let back = || -> anyhow::Result<()> {
         guest.wait_disk()?;
-        check::open(cluster, guest, "disk0", 1)?;
+        check::open_with_bars(cluster, guest, "disk0", 2, MEMORY)?;
         check::io(guest, DISK, 10)
     };
 
@@ -216,7 +219,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
     ensure!(disk.state == BorrowState::Unleased, "{disk:?}");
     guest.qmp().device_add(config.device_add(1)?)?;
     guest.wait_disk()?;
-    check::open(cluster, &guest, "disk0", 1)?;
+    check::open_with_bars(cluster, &guest, "disk0", 2, MEMORY)?;
     check::io(&guest, DISK, 15)?;
 
     unplug(&guest, "disk0")?;
@@ -227,7 +230,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
     // It can be plugged again, although QEMU still holds the first connection.
     guest.qmp().device_add(config.device_add(1)?)?;
     guest.wait_disk()?;
-    check::open(cluster, &guest, "disk0", 1)?;
+    check::open_with_bars(cluster, &guest, "disk0", 2, MEMORY)?;
     check::io(&guest, DISK, 16)?;
     unplug(&guest, "disk0")?;
     guest.wait_no_path(DISK, SHORT)?;

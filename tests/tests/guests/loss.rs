@@ -103,7 +103,7 @@ pub fn a_killed_lender_leaves_backend_and_vm_alive_until_it_returns(
     let mut backend = serve.args(&["--lost-after", "1"]).start()?;
     let guest = cluster.guest("a").boot()?;
     guest.wait_disk()?;
-    let first = check::open(cluster, &guest, "disk0", 1)?;
+    let first = check::open_with_bars(cluster, &guest, "disk0", 2, 64 << 10)?;
     check::io(&guest, DISK, 32)?;
     let tester = DmaTester::new(&guest)?;
     tester.set_bus_master(true)?;
@@ -137,7 +137,7 @@ pub fn a_killed_lender_leaves_backend_and_vm_alive_until_it_returns(
     let _lender = cluster.lend(&["--nvme", &drive, "--dma-test", "dma0"])?;
     guest.reboot(BOOT)?;
     guest.wait_disk()?;
-    let again = check::open(cluster, &guest, "disk0", 1)?;
+    let again = check::open_with_bars(cluster, &guest, "disk0", 2, 64 << 10)?;
     ensure!(
         again.generation > first.generation,
         "{first:?}, then {again:?}"
@@ -184,7 +184,7 @@ pub fn a_backend_told_to_stop_gives_all_back(cluster: &Cluster) -> anyhow::Resul
     let mut backend = cluster.serve("a", &["disk0", "dma0"]).start()?;
     let guest = cluster.guest("a").boot()?;
     guest.wait_disk()?;
-    check::open(cluster, &guest, "disk0", 1)?;
+    check::open_with_bars(cluster, &guest, "disk0", 2, 64 << 10)?;
     let busy = guest.exec_start(BUSY, BOOT)?;
     wait_for_io(cluster, "disk0")?;
     // The guest would lose its disk, so one signal is not enough.
