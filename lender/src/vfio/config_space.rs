@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use farside_lender_protocol::RemoteError;
-use farside_pci::{Description, Forwarding, Piece};
+use farside_pci::{Description, Forwarding, Piece, regs::COMMAND};
 use farside_vfio::Function;
 
 use crate::refusals::internal;
@@ -18,6 +18,23 @@ pub(crate) trait ConfigAccess {
 
     /// Writes configuration space.
     fn config_write(&self, offset: u64, data: &[u8]) -> Result<(), RemoteError>;
+
+    /// Sets and clears bits of the 16-bit register at `offset`, as a whole: libvfio-user refuses to write a byte of some.
+    fn change_config(&self, offset: u64, set: u16, clear: u16) -> Result<(), RemoteError> {
+        let mut register = [0; 2];
+        self.config_read(offset, &mut register)?;
+        let before = u16::from_le_bytes(register);
+        let wanted = before & !clear | set;
+        match wanted == before {
+            true => Ok(()),
+            false => self.config_write(offset, &wanted.to_le_bytes()),
+        }
+    }
+
+    /// Sets and clears bits of the command register.
+    fn set_command(&self, set: u16, clear: u16) -> Result<(), RemoteError> {
+        self.change_config(COMMAND as u64, set, clear)
+    }
 }
 
 impl ConfigAccess for Function {

@@ -16,7 +16,7 @@ use farside_irq_relay::{
     SetIrqs, VectorCount,
 };
 use farside_lender_protocol::{IrqUpdate, RemoteError, irq_counts};
-use farside_pci::regs::{COMMAND, COMMAND_INTX_DISABLE, STATUS, STATUS_INTERRUPT};
+use farside_pci::regs::{COMMAND_INTX_DISABLE, STATUS, STATUS_INTERRUPT};
 use farside_pci::{Bdf, Description};
 use farside_vfio::Function;
 use rustix::event::{Timespec, epoll};
@@ -26,10 +26,6 @@ use crate::{
     refusals::{internal, invalid_irqs},
     source::Irqs,
 };
-
-/// Interrupt Disable, in the high byte of the command register.
-const INTX_DISABLE_HIGH: u8 = (COMMAND_INTX_DISABLE >> 8) as u8;
-const COMMAND_HIGH: u64 = COMMAND as u64 + 1;
 
 /// Maximum number of vectors per `epoll_wait`.
 const READY: usize = 64;
@@ -182,16 +178,11 @@ impl<F: Raises> Irqs for FunctionIrqs<F> {
     }
 
     fn set_intx_disable(&mut self, disabled: bool) -> Result<(), RemoteError> {
-        let mut high = [0];
-        self.function.config_read(COMMAND_HIGH, &mut high)?;
-        let wanted = match disabled {
-            true => high[0] | INTX_DISABLE_HIGH,
-            false => high[0] & !INTX_DISABLE_HIGH,
+        let (set, clear) = match disabled {
+            true => (COMMAND_INTX_DISABLE, 0),
+            false => (0, COMMAND_INTX_DISABLE),
         };
-        if wanted != high[0] {
-            self.function.config_write(COMMAND_HIGH, &[wanted])?;
-        }
-        Ok(())
+        self.function.set_command(set, clear)
     }
 
     /// Read from the function's register: Interrupt Status stays set when the kernel masks a

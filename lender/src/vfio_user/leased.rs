@@ -23,7 +23,7 @@ use crate::{
     refusals::{internal, refused},
     source::{DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report},
     state_file::LeasePage,
-    vfio::{ForwardedRegisters, FunctionIrqs},
+    vfio::{ConfigAccess, ForwardedRegisters, FunctionIrqs},
 };
 
 /// A lent device.

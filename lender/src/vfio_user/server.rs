@@ -12,7 +12,13 @@ use farside_error_chain::Chain;
 use farside_fabric::{FabricError, Iova, memory::HostSlice};
 use farside_irq_relay::{Action, IrqCounts, IrqData, IrqIndex, IrqRange, SetIrqs};
 use farside_lender_protocol::{Described, RemoteError};
-use farside_pci::regs::{COMMAND, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY};
+use farside_pci::{
+    ConfigImage,
+    regs::{
+        CAP_ID_MSI, CAP_ID_MSIX, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY, MSI_FLAGS,
+        MSI_FLAGS_ENABLE, MSIX_FLAGS, MSIX_FLAGS_ENABLE,
+    },
+};
 use farside_vfio_user_client::{CONFIG_REGION, Client, ClientError, Limits, Memory};
 
 use super::{
@@ -28,6 +34,8 @@ use crate::{
 pub(super) struct Server {
     path: PathBuf,
     counts: IrqCounts,
+    /// The enable bits of MSI and MSI-X in configuration space: index, offset, bit.
+    enables: Vec<(IrqIndex, u64, u16)>,
     /// For waiting.
     socket: OwnedFd,
     connection: Mutex<Connection>,
@@ -51,12 +59,24 @@ struct Left {
     again: BTreeMap<IrqIndex, u16>,
 }
 
+/// Of which a function has one at a time. libvfio-user keeps one set of eventfds for all three.
+const EXCLUSIVE: [IrqIndex; 3] = [IrqIndex::Intx, IrqIndex::Msi, IrqIndex::Msix];
+
 impl Left {
+    /// The types to disable before `index` is set up again.
+    fn make_way_for(&mut self, index: IrqIndex) -> Vec<IrqIndex> {
+        let is_in_the_way = |other: &mut IrqIndex| {
+            let both = [*other, index];
+            *other != index && both.iter().all(|it| EXCLUSIVE.contains(it))
+        };
+        self.irqs.extract_if(.., is_in_the_way).collect()
+    }
+
     fn set_up_again(&mut self, range: IrqRange) {
         let index = range.index();
         self.irqs.retain(|other| *other != index);
         // The others would tell the guest of an error, or of a removal.
-        if [IrqIndex::Intx, IrqIndex::Msi, IrqIndex::Msix].contains(&index) {
+        if EXCLUSIVE.contains(&index) {
             let vectors = self.again.entry(index).or_default();
             *vectors = (*vectors).max(range.vectors().end);
         }
@@ -181,6 +201,7 @@ impl Server {
         let server = Self {
             path: path.to_owned(),
             counts: device.counts,
+            enables: enable_bits(&device.config),
             socket: client.as_fd().try_clone_to_owned()?,
             connection: Mutex::new(Connection {
                 client,
@@ -336,20 +357,40 @@ impl Server {
         for (range, _) in left.mappings {
             self.drop_left(range)?;
         }
-        // Of no vector: disables the type.
         let disabled = left.irqs.into_iter().map(|index| (index, 0));
         for (index, vectors) in disabled.chain(left.again) {
-            let range = IrqRange::new(&self.counts, index as u32, 0, vectors.into());
-            let request = range
-                .and_then(|range| SetIrqs::new(range, Action::Trigger, IrqData::None))
-                .map_err(|error| FabricError::Other(error.into()))?;
-            match self.with(|client, _| client.set_irqs(&request)) {
-                // They are not enabled.
-                Ok(()) | Err(ClientError::Refused { .. }) => {}
-                Err(error) => return Err(FabricError::Other(error.into())),
-            }
+            let done = self.trigger(index, vectors);
+            done.map_err(|error| FabricError::Other(error.into()))?;
         }
         Ok(())
+    }
+
+    /// Signals the first `vectors` of a type; of none, disables it.
+    fn trigger(&self, index: IrqIndex, vectors: u16) -> Result<(), RemoteError> {
+        let range = IrqRange::new(&self.counts, index as u32, 0, vectors.into());
+        let request = range
+            .and_then(|range| SetIrqs::new(range, Action::Trigger, IrqData::None))
+            .map_err(internal)?;
+        match self.with(|client, _| client.set_irqs(&request)) {
+            // They are not enabled.
+            Ok(()) | Err(ClientError::Refused { .. }) => {}
+            Err(error) => return Err(internal(error)),
+        }
+        match vectors {
+            0 => self.enable_messages(index, false),
+            _ => Ok(()),
+        }
+    }
+
+    /// Sets or clears the enable bit of MSI or MSI-X, which a guest writes in the capability that the borrower emulates. The
+    /// kernel does so for its functions; SPDK's server raises no interrupt without it.
+    fn enable_messages(&self, index: IrqIndex, enable: bool) -> Result<(), RemoteError> {
+        let mut enables = self.enables.iter();
+        match enables.find(|(it, ..)| *it == index) {
+            Some(&(_, at, bit)) if enable => self.change_config(at, bit, 0),
+            Some(&(_, at, bit)) => self.change_config(at, 0, bit),
+            None => Ok(()),
+        }
     }
 
     /// Ends the connection.
@@ -372,18 +413,6 @@ impl Server {
                 self.lock().mapped.note(range, None);
                 Ok(())
             }
-        }
-    }
-
-    /// Sets and clears bits of the command register.
-    pub(super) fn set_command(&self, set: u16, clear: u16) -> Result<(), RemoteError> {
-        let mut register = [0; 2];
-        self.config_read(COMMAND as u64, &mut register)?;
-        let before = u16::from_le_bytes(register);
-        let wanted = before & !clear | set;
-        match wanted == before {
-            true => Ok(()),
-            false => self.config_write(COMMAND as u64, &wanted.to_le_bytes()),
         }
     }
 
@@ -429,15 +458,27 @@ impl Raises for Server {
     }
 
     fn set_irqs(&self, request: &SetIrqs) -> Result<(), RemoteError> {
+        let range = request.range();
+        let targets = matches!(request.data(), IrqData::Targets(_));
+        let in_the_way = match &mut self.lock().inherited {
+            Some(left) if targets => left.make_way_for(range.index()),
+            _ => Vec::new(),
+        };
+        for index in in_the_way {
+            self.trigger(index, 0)?;
+        }
         self.with(|client, _| client.set_irqs(request))
             .map_err(internal)?;
-        let range = request.range();
         if let Some(left) = &mut self.lock().inherited
-            && matches!(request.data(), IrqData::Targets(_))
+            && targets
         {
             left.set_up_again(range);
         }
-        Ok(())
+        let disables = request.action() == Action::Trigger && range.count() == 0;
+        match targets || disables {
+            true => self.enable_messages(range.index(), targets),
+            false => Ok(()),
+        }
     }
 }
 
@@ -459,3 +500,23 @@ impl ConfigAccess for Server {
 
 #[cfg(test)]
 mod tests;
+
+/// Least bytes of a configuration space.
+const CONFIG_SPACE: usize = 256;
+
+/// Where MSI and MSI-X are enabled in `config`.
+fn enable_bits(config: &[u8]) -> Vec<(IrqIndex, u64, u16)> {
+    if config.len() < CONFIG_SPACE {
+        return Vec::new();
+    }
+    let image = ConfigImage::from(config.to_vec());
+    let kinds = [
+        (IrqIndex::Msi, CAP_ID_MSI, MSI_FLAGS, MSI_FLAGS_ENABLE),
+        (IrqIndex::Msix, CAP_ID_MSIX, MSIX_FLAGS, MSIX_FLAGS_ENABLE),
+    ];
+    let found = kinds.into_iter().filter_map(|(index, id, flags, bit)| {
+        let at = image.find_capability(id, flags + 2)?;
+        Some((index, (at + flags) as u64, bit))
+    });
+    found.collect()
+}

@@ -2,7 +2,7 @@
 //! this controller and of other devices of the VM (peer to peer).
 //!
 //! Other devices reach it at the address of the BAR, as they reach RAM. For the controller itself the addresses are those that
-//! CMBMSC names: such accesses do not leave it. Queues are not supported in it.
+//! CMBMSC names: such accesses do not leave it. CMBSZ offers no queues in it.
 
 use farside_fabric::{Access, Fault, Iova, Size, memory::HostSlice};
 
@@ -169,9 +169,10 @@ impl Dma for OwnFirst<'_> {
 
     fn reaches(&mut self, iova: Iova, len: usize, access: Access) -> bool {
         let own = self.own.find(iova, len).map_or(0, |own| own.len());
-        own == len
-            || self
-                .bus
-                .reaches(iova.wrapping_add(own as u64), len - own, access)
+        if own == len {
+            return true;
+        }
+        let rest = iova.wrapping_add(own as u64);
+        self.bus.reaches(rest, len - own, access)
     }
 }

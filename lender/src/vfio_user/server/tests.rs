@@ -19,6 +19,11 @@ type Seen = (u16, u64);
 const DMA_MAP: u16 = 2;
 const DMA_UNMAP: u16 = 3;
 const SET_IRQS: u16 = 8;
+const REGION_READ: u16 = 9;
+const REGION_WRITE: u16 = 10;
+
+/// Message Control of MSI-X, in [`config`].
+const CONTROL: u64 = 0x42;
 
 fn vectors() -> IrqCounts {
     IrqCounts::new().with_intx().with_msix(4).unwrap()
@@ -35,7 +40,7 @@ fn server(refuses: impl Fn(Seen) -> bool + Send + 'static) -> (Server, mpsc::Rec
     };
     let device = Device {
         can_reset: true,
-        config: Vec::new(),
+        config: config(),
         regions: Vec::new(),
         counts: vectors(),
         files: [const { None }; 6],
@@ -45,6 +50,13 @@ fn server(refuses: impl Fn(Seen) -> bool + Send + 'static) -> (Server, mpsc::Rec
     (Arc::into_inner(server).unwrap(), seen)
 }
 
+/// A configuration space with MSI-X.
+fn config() -> Vec<u8> {
+    let mut image = ConfigImage::endpoint(0x1234, 0x5678, 0, &[const { None }; 6]);
+    image.add_msix(0x40, 4, 0, 0, 0x800);
+    image.to_vec()
+}
+
 /// Answers requests until the connection ends.
 fn answer(mut peer: UnixStream, seen: &mpsc::Sender<Seen>, refuses: impl Fn(Seen) -> bool) {
     const REPLY: u32 = 1;
@@ -52,6 +64,7 @@ fn answer(mut peer: UnixStream, seen: &mpsc::Sender<Seen>, refuses: impl Fn(Seen
     fn u32_at(bytes: &[u8], at: usize) -> u32 {
         u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap())
     }
+    let mut config = config();
     let mut header = [0; 16];
     while peer.read_exact(&mut header).is_ok() {
         let mut payload = vec![0; u32_at(&header, 4) as usize - 16];
@@ -59,6 +72,7 @@ fn answer(mut peer: UnixStream, seen: &mpsc::Sender<Seen>, refuses: impl Fn(Seen
         let command = u16::from_ne_bytes([header[2], header[3]]);
         let of = match command {
             DMA_MAP => u32_at(&payload, 16),
+            REGION_READ | REGION_WRITE => u32_at(&payload, 0),
             _ => u32_at(&payload, 8),
         };
         let request = (command, of.into());
@@ -67,10 +81,22 @@ fn answer(mut peer: UnixStream, seen: &mpsc::Sender<Seen>, refuses: impl Fn(Seen
             true => (REPLY | ERROR, 17u32),
             false => (REPLY, 0),
         };
-        header[4..8].copy_from_slice(&16u32.to_ne_bytes());
+        let at = of as usize;
+        let body = match command {
+            REGION_READ => {
+                let len = u32_at(&payload, 12) as usize;
+                [&payload[..16], &config[at..at + len]].concat()
+            }
+            REGION_WRITE => {
+                config[at..at + payload.len() - 16].copy_from_slice(&payload[16..]);
+                payload[..16].to_vec()
+            }
+            _ => Vec::new(),
+        };
+        header[4..8].copy_from_slice(&(16 + body.len() as u32).to_ne_bytes());
         header[8..12].copy_from_slice(&flags.to_ne_bytes());
         header[12..].copy_from_slice(&errno.to_ne_bytes());
-        peer.write_all(&header).unwrap();
+        peer.write_all(&[&header[..], &body].concat()).unwrap();
     }
 }
 
@@ -111,6 +137,7 @@ fn what_is_mapped_already_is_not_mapped_again() {
         // Interrupts that are not set up again.
         (SET_IRQS, IrqIndex::Intx as u64),
         (SET_IRQS, IrqIndex::Msix as u64),
+        (REGION_READ, CONTROL),
     ];
     assert_eq!(seen.try_iter().collect::<Vec<_>>(), expected);
     let (_, left) = Record::resume(page).unwrap();
@@ -134,7 +161,10 @@ fn what_is_left_and_not_wanted_is_unmapped() {
     // Another range than that of the former process.
     map(&server, PAGE, 1).unwrap();
     server.settle().unwrap();
-    let seen: Vec<Seen> = seen.try_iter().filter(|(of, _)| *of != SET_IRQS).collect();
+    let seen: Vec<Seen> = seen
+        .try_iter()
+        .filter(|(of, _)| ![SET_IRQS, REGION_READ].contains(of))
+        .collect();
     let expected = [
         (DMA_UNMAP, 0),
         (DMA_MAP, PAGE),
@@ -169,17 +199,46 @@ fn a_mapping_in_doubt_is_made_anew() {
 fn interrupts_that_are_set_up_again_stay_and_are_signalled_once() {
     let (server, seen) = server(|_| false);
     assert!(server.record_in(&left(&[]), true));
-    let range = IrqRange::new(&vectors(), IrqIndex::Msix as u32, 0, 4).unwrap();
-    let none = IrqData::Targets(vec![None; 4]);
-    let request = SetIrqs::new(range, Action::Trigger, none).unwrap();
-    server.set_irqs(&request).unwrap();
+    server.set_irqs(&set_up()).unwrap();
     server.settle().unwrap();
     let expected = [
-        (SET_IRQS, IrqIndex::Msix as u64),
+        // Before it would take away what was set up.
         (SET_IRQS, IrqIndex::Intx as u64),
+        (SET_IRQS, IrqIndex::Msix as u64),
+        (REGION_READ, CONTROL),
+        (REGION_WRITE, CONTROL),
         (SET_IRQS, IrqIndex::Msix as u64),
     ];
     assert_eq!(seen.try_iter().collect::<Vec<_>>(), expected);
+}
+
+/// Sets four vectors of MSI-X up.
+fn set_up() -> SetIrqs {
+    let range = IrqRange::new(&vectors(), IrqIndex::Msix as u32, 0, 4).unwrap();
+    let none = IrqData::Targets(vec![None; 4]);
+    SetIrqs::new(range, Action::Trigger, none).unwrap()
+}
+
+#[test]
+fn messages_are_enabled_in_configuration_space_while_they_are_set_up() {
+    let (server, seen) = server(|_| false);
+    let control = || {
+        let mut control = [0; 2];
+        server.config_read(CONTROL, &mut control).unwrap();
+        u16::from_le_bytes(control) & MSIX_FLAGS_ENABLE
+    };
+    server.set_irqs(&set_up()).unwrap();
+    assert_eq!(control(), MSIX_FLAGS_ENABLE);
+    // Again, with a bit that is set.
+    server.set_irqs(&set_up()).unwrap();
+    let range = IrqRange::new(&vectors(), IrqIndex::Msix as u32, 0, 0).unwrap();
+    let disable = SetIrqs::new(range, Action::Trigger, IrqData::None).unwrap();
+    server.set_irqs(&disable).unwrap();
+    assert_eq!(control(), 0);
+    let writes = seen
+        .try_iter()
+        .filter(|(command, _)| *command == REGION_WRITE);
+    assert_eq!(writes.collect::<Vec<_>>(), [(REGION_WRITE, CONTROL); 2]);
 }
 
 #[test]
