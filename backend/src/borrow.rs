@@ -25,7 +25,7 @@
 //! - *Unleased*: the device's description is known; nothing is borrowed.
 //! - *Leased*: the device is leased and reset, and its IOMMU domain is empty. No page of the VM is
 //!   mapped or pinned, no window is open.
-//! - *Ready*: the device can DMA to guest RAM only.
+//! - *Ready*: the device can DMA to guest RAM, and to BARs of the VM's devices, only.
 //! - *Closing*: as Leased for the guest, but the lender has not yet confirmed that DMA is stopped.
 //!   Pinned memory stays pinned. Every transition out of it begins with the lender's answer, or
 //!   ends the lease.

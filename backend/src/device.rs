@@ -214,7 +214,6 @@ impl Device {
         };
         let client = kept.map(|(saved, connection)| {
             device.take_over(&saved);
-            device.list_bars(0..6);
             (connection, Session::resumed(saved.negotiated))
         });
         Ok((device, client))

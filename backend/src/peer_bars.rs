@@ -14,13 +14,13 @@ use std::{
 use farside_daemon::DeviceId;
 use farside_guest_layout::GpaRange;
 
-use crate::dma_table::Backing;
+use crate::{borrow::bars::BarFile, dma_table::Backing};
 
 /// The memory of one BAR, at the address that the guest has given it.
 #[derive(Clone, Debug)]
 pub(crate) struct PeerBar {
     pub(crate) range: GpaRange,
-    pub(crate) memory: Backing,
+    pub(crate) memory: BarFile,
 }
 
 /// The BARs of one VM. Clones share them.
@@ -36,7 +36,8 @@ impl PeerBars {
         };
     }
 
-    /// The device other than `not` whose BAR `range` is, or is a part of, and the memory behind `range`.
+    /// The device other than `not` whose BAR `range` is, or is a part of, and the memory behind `range`, by a descriptor of
+    /// its own: the next backend claims one for each device. `None` if there is no descriptor left, too.
     pub(crate) fn find(&self, range: GpaRange, not: &DeviceId) -> Option<(DeviceId, Backing)> {
         let listed = self.lock();
         let others = listed.iter().filter(|(device, _)| *device != not);
@@ -44,7 +45,7 @@ impl PeerBars {
         let (device, bar) = all.find(|(_, bar)| bar.range.covers(range))?;
         let skip = range.start().offset_from(bar.range.start())?;
         let memory = Backing {
-            file: Arc::clone(&bar.memory.file),
+            file: Arc::new(bar.memory.file.try_clone().ok()?.into()),
             offset: bar.memory.offset + skip,
         };
         Some((device.clone(), memory))
@@ -58,7 +59,7 @@ impl PeerBars {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
+    use std::os::unix::fs::MetadataExt;
 
     use farside_fabric::memory::create_sealed;
     use farside_guest_layout::Gpa;
@@ -75,10 +76,11 @@ mod tests {
 
     #[test]
     fn a_range_is_found_while_it_is_inside_a_listed_bar() {
-        let file: Arc<File> = Arc::new(create_sealed("bar", 0x8000).unwrap().into());
+        let file = Arc::new(create_sealed("bar", 0x8000).unwrap());
+        let inode = rustix::fs::fstat(&file).unwrap().st_ino;
         let bar = |start| PeerBar {
             range: range(start, 0x4000),
-            memory: Backing {
+            memory: BarFile {
                 file: Arc::clone(&file),
                 offset: 0x1000,
             },
@@ -86,7 +88,7 @@ mod tests {
         let bars = PeerBars::default();
         let found = |start, len| {
             let (device, memory) = bars.find(range(start, len), &device("c"))?;
-            assert!(Arc::ptr_eq(&memory.file, &file));
+            assert_eq!(memory.file.metadata().unwrap().ino(), inode);
             Some((device.to_string(), memory.offset))
         };
         bars.list(&device("a"), vec![bar(0x10_0000)]);

@@ -145,7 +145,7 @@ pub(crate) struct Lend {
     #[arg(long, value_name = "ID=IMAGE[,read-only][,iops=N][,bandwidth=SIZE][,cmb=SIZE]", value_parser = parse_disk)]
     pub(crate) nvme: Vec<Disk>,
     /// Lend a virtio-blk device backed by an image file or block device.
-    /// Options as for --nvme.
+    /// Options as for --nvme, but for cmb.
     #[arg(long, value_name = "ID=IMAGE[,…]", value_parser = parse_disk)]
     pub(crate) virtio_blk: Vec<Disk>,
     /// Lend a virtio-net device on a tap interface of this host, as in nic0=tap0,mac=52:54:00:12:34:56.

@@ -1,4 +1,4 @@
-//! The DMA path from a device to guest RAM: pins, mappings in the borrower's IOMMU domain, and
+//! The DMA path from a device to guest RAM and other devices' BARs: pins, mappings in the borrower's IOMMU domain, and
 //! windows onto them.
 
 mod bars;
@@ -33,7 +33,7 @@ pub(crate) struct OpenReport {
     pub(crate) bytes_locked: u64,
     pub(crate) dma_windows: u32,
     pub(crate) lut_entries: u32,
-    /// Bytes of guest RAM that were added while the device ran and that it cannot reach.
+    /// Bytes of other devices' BARs, and of guest RAM that was added while the device ran, that it cannot reach.
     pub(crate) bytes_unreachable: u64,
 }
 
@@ -44,8 +44,15 @@ struct Segment {
     /// Its mappings in the borrower's domain: one piece for each window that spans it.
     pieces: Vec<Piece>,
     is_bar: bool,
-    /// `None` for a page behind a vIOMMU: [`PagePins`] has it pinned until the path closes.
+    /// `None` for a BAR, which takes no pins, and for a page behind a vIOMMU: [`PagePins`] has it pinned until the path closes.
     pins: Option<Arc<SharedPins>>,
+}
+
+impl Segment {
+    /// Whether it is a page behind a vIOMMU.
+    fn is_page(&self) -> bool {
+        self.pins.is_none() && !self.is_bar
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -205,7 +212,7 @@ impl OpenPath {
         for (mapping, pins) in pinned {
             self.add(client, mapping, Some(pins))?;
         }
-        self.map_bars(client, mappings, pinning)
+        Ok(())
     }
 
     /// Adds a mapping, and opens windows for the parts that no open window spans. On error, call
@@ -221,7 +228,7 @@ impl OpenPath {
         pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
         self.adding = Adding::default();
-        let paged = self.is_page(mapping.range);
+        let paged = !mapping.is_bar() && self.is_page(mapping.range);
         if mapping.is_ram() || mapping.is_bar() {
             while let Some(&gap) = self.without_window(mapping.range).first() {
                 match paged && self.keeps_windows() {
@@ -233,12 +240,13 @@ impl OpenPath {
         let Some(memory) = self.reachable(mapping) else {
             return Ok(());
         };
-        let pins = match paged && PagePins::fits(memory.len) {
-            true => {
-                self.page_pins.pin(&memory, pinning, &self.vm)?;
-                None
-            }
-            false => Some(self.vm.lock().pin(&memory, pinning)?),
+        let pins = if mapping.is_bar() {
+            None
+        } else if paged && PagePins::fits(memory.len) {
+            self.page_pins.pin(&memory, pinning, &self.vm)?;
+            None
+        } else {
+            Some(self.vm.lock().pin(&memory, pinning)?)
         };
         self.add(client, mapping, pins)
     }
@@ -296,7 +304,6 @@ impl OpenPath {
         Ok(())
     }
 
-    /// Whether nothing is mapped in a window.
     fn is_empty(&self, window: &Window) -> bool {
         let below = self.segments.range(..window.range.end()).next_back();
         !below.is_some_and(|(_, segment)| segment.range.overlaps(window.range))
@@ -368,7 +375,7 @@ impl OpenPath {
             self.peer_mapper
                 .unmap(client, piece.peer_address, piece.range.len())?;
         }
-        let paged = segment.pins.is_none();
+        let paged = segment.is_page();
         self.segments.remove(&start);
         if !(paged && self.keeps_windows()) {
             self.close_empty(client)?;

@@ -5,30 +5,30 @@ use std::sync::Arc;
 use farside_config_space::GuestBarAddress;
 use farside_guest_layout::{Gpa, GpaRange};
 use farside_pci::BarKind;
+use farside_vfio_user::SparseArea;
 
 use super::Device;
-use crate::{
-    dma_table::{Backing, Target},
-    peer_bars::PeerBar,
-};
+use crate::{borrow::bars::BarFile, dma_table::Target, peer_bars::PeerBar};
 
 impl Device {
-    /// Lists the BARs of `moved` where the guest has them now.
+    /// Lists the BARs where the guest has them, after those of `moved` have moved, or their decoding has.
     ///
-    /// A function-level reset changes nothing: the BAR registers that a guest sees are its VMM's own, which it neither clears
-    /// nor writes again.
+    /// The BAR registers that a guest sees are its VMM's, which does not clear them with a function-level reset, and does not
+    /// write them again after one. So a BAR that is decoded at 0 is where it was.
     pub(super) fn list_bars(&mut self, moved: impl IntoIterator<Item = u8>) {
+        let mut any = false;
         for bar in moved {
-            let place = match self.config.bar_address(bar) {
-                Some(GuestBarAddress::Memory(0)) => continue,
-                Some(GuestBarAddress::Memory(start)) => Some(Gpa::new(start)),
-                Some(GuestBarAddress::Io(_)) | None => None,
-            };
-            if let Some(placed) = self.placed.get_mut(usize::from(bar)) {
-                *placed = place;
+            any = true;
+            if let (Some(GuestBarAddress::Memory(at @ 1..)), Some(placed)) = (
+                self.config.bar_address(bar),
+                self.placed.get_mut(usize::from(bar)),
+            ) {
+                *placed = Some(Gpa::new(at));
             }
         }
-        self.publish_bars();
+        if any {
+            self.publish_bars();
+        }
     }
 
     /// The guest has no BARs any more.
@@ -37,7 +37,7 @@ impl Device {
         self.publish_bars();
     }
 
-    /// Only those that are prefetchable and whose memory this backend has.
+    /// Of the BARs that are decoded those that are prefetchable and whose memory this backend has.
     fn publish_bars(&self) {
         let bars = (0u8..).zip(&self.described.description.bars);
         let listed = bars
@@ -48,8 +48,8 @@ impl Device {
                     BarKind::Memory32 { prefetchable: true }
                         | BarKind::Memory64 { prefetchable: true }
                 );
-                let start = placed.filter(|_| prefetchable)?;
-                Some(self.memory_at(bar, start))
+                self.config.bar_address(bar)?;
+                Some(self.memory_at(bar, placed.filter(|_| prefetchable)?))
             });
         let listed = listed.flatten().collect();
         self.settings.peer_bars.list(&self.settings.device, listed);
@@ -60,19 +60,16 @@ impl Device {
         let Some((memory, areas)) = self.bars.own_memory(bar) else {
             return Vec::new();
         };
-        let of_area = |offset: u64, size: u64| {
+        let of_area = |area: &SparseArea| {
             Some(PeerBar {
-                range: GpaRange::new(start.checked_add(offset)?, size).ok()?,
-                memory: Backing {
-                    file: Arc::new(memory.file.try_clone().ok()?.into()),
-                    offset: memory.offset + offset,
+                range: GpaRange::new(start.checked_add(area.offset)?, area.size).ok()?,
+                memory: BarFile {
+                    file: Arc::clone(&memory.file),
+                    offset: memory.offset + area.offset,
                 },
             })
         };
-        let areas = areas.iter();
-        areas
-            .filter_map(|area| of_area(area.offset, area.size))
-            .collect()
+        areas.iter().filter_map(of_area).collect()
     }
 
     /// What a range without a descriptor is: a BAR of a device of the VM, or memory that no device can reach.

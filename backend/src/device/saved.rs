@@ -1,6 +1,7 @@
 //! What of a device the next backend finds, and goes on with.
 
 use farside_error_chain::Chain;
+use farside_guest_layout::Gpa;
 use farside_keeper::Journal;
 
 use super::{Device, State};
@@ -54,6 +55,10 @@ impl Device {
             ram_taken: self.ram_taken,
             rom,
             peer_bars: Saved::peer_bars(&setup.memory),
+            placed: self
+                .placed
+                .map(|placed| placed.map_or(0, Gpa::get))
+                .to_vec(),
         };
         if let Err(error) = self.records.stage(&saved, setup)
             && let Some(held_back) = self.line_limits.records.allow()
@@ -72,6 +77,10 @@ impl Device {
         self.absent = saved.absent;
         self.unplugged = saved.unplugged;
         self.ram_taken = saved.ram_taken;
+        for (placed, saved) in self.placed.iter_mut().zip(&saved.placed) {
+            *placed = (*saved != 0).then(|| Gpa::new(*saved));
+        }
+        self.list_bars(0..6);
         let setup = self.setup();
         self.records.took_over(setup);
         if self.state == State::Leased {

@@ -42,6 +42,8 @@ pub(crate) struct Saved {
     pub(crate) rom: u32,
     /// First addresses of the mappings that are BARs. Since version 2.
     pub(crate) peer_bars: Vec<u64>,
+    /// Where the guest has BARs 0 to 5; 0 for none. Since version 2.
+    pub(crate) placed: Vec<u64>,
 }
 
 /// A [`Described`] as version 1 has it. What it has got since is beside it.

@@ -5,8 +5,8 @@ use farside_fabric::NtbLimits;
 
 use crate::{
     guest::{
-        CONFIG, Job, MEMORY, Port, Ram, SMALL, capability, command, enable, fill, run, set_command,
-        small,
+        CONFIG, INTX_DISABLE, Job, MEMORY, Port, Ram, SMALL, capability, command, enable, fill,
+        run, set_command, small,
     },
     host::{DMA, Host, Served, dma_test},
     vmm::Vmm,
@@ -115,6 +115,8 @@ fn a_bar_stays_where_it_is_when_the_guest_resets_its_function() {
     let (mut first, mut second, _ram) = devices(&served);
     place(&mut first, PLACE);
     let control = capability(&mut first, 0x10) + 8;
+    // As Linux does: it saves the registers and turns memory off, and then writes what reads differently.
+    set_command(&mut first, INTX_DISABLE);
     first.write(CONFIG, control, &0x8000_u16.to_le_bytes());
     assert_eq!(command(&mut first), 0);
     set_command(&mut first, MEMORY);

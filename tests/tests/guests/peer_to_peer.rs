@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,
-    path::Path,
+    path::PathBuf,
     time::Duration,
 };
 
@@ -27,20 +27,20 @@ const BUFFER: u64 = 16 * MIB;
 
 const KILLS: u64 = 3;
 
-/// The two disks: that with the buffer, then one without.
-const DISKS: [&str; 2] = ["disk0", "disk1"];
+/// The disks: that with the buffer, then two without.
+const DISKS: [&str; 3] = ["disk0", "disk1", "disk2"];
 
 /// The same in a guest.
 struct Disks {
     /// Paths of block devices.
-    paths: [String; 2],
+    paths: [String; 3],
     /// The file by which a process has a part of the buffer as its memory.
     buffer: String,
 }
 
 impl Disks {
     fn find(guest: &Guest<'_>) -> anyhow::Result<Self> {
-        let [first, second] = DISKS.map(|serial| {
+        let names = DISKS.map(|serial| {
             let path = format!("grep -l -x -w '{serial} *' /sys/block/nvme*/device/serial");
             let found = guest.sh(&format!(
                 "for try in $(seq 100); do {path} && break; sleep 0.1; done"
@@ -48,15 +48,21 @@ impl Disks {
             let name = found.split('/').nth(3).context("no disk")?.to_owned();
             anyhow::Ok(name)
         });
-        let (first, second) = (first?, second?);
+        let [first, second, third] = names;
+        let (first, second, third) = (first?, second?, third?);
         let function = format!("/sys/block/{first}/device/device");
         ensure!(guest.sh(&format!("cat {function}/p2pmem/published"))? == "1");
         let size = check::number(guest, &format!("cat {function}/p2pmem/available"))?;
         ensure!(size == BUFFER, "{size} bytes");
         Ok(Self {
             buffer: format!("{function}/p2pmem/allocate"),
-            paths: [first, second].map(|name| format!("/dev/{name}")),
+            paths: [first, second, third].map(|name| format!("/dev/{name}")),
         })
+    }
+
+    /// The name of a block device.
+    fn name(&self, disk: usize) -> &str {
+        self.paths[disk].trim_start_matches("/dev/")
     }
 
     /// A command that does I/O on a disk, with its data in the buffer.
@@ -93,36 +99,35 @@ fn find_in(buffer: &File, data: &[u8]) -> anyhow::Result<Option<usize>> {
     Ok((all.get(at..at + data.len()) == Some(data)).then_some(at))
 }
 
-/// Data of the second disk comes to the buffer, and nowhere else.
+/// Data of the disks without the buffer comes to that, and nowhere else.
 fn read_into_buffer(
     guest: &Guest<'_>,
     disks: &Disks,
-    (buffer, image): (&File, &Path),
+    (buffer, images): (&File, &[PathBuf; 3]),
     seed: u64,
 ) -> anyhow::Result<()> {
-    let data = noise(seed, MIB as usize);
-    File::options()
-        .write(true)
-        .open(image)?
-        .write_all_at(&data, 32 * MIB)?;
-    ensure!(find_in(buffer, &data)?.is_none(), "there before");
-    guest.sh_within(
-        &disks.fio(1, "--rw=read --bs=1M --offset=32M --size=1M"),
-        BOOT,
-    )?;
-    find_in(buffer, &data)?.context("not all of it is in the buffer")?;
+    for disk in [1, 2] {
+        let data = noise(seed << 8 | disk as u64, MIB as usize);
+        File::options()
+            .write(true)
+            .open(&images[disk])?
+            .write_all_at(&data, 32 * MIB)?;
+        ensure!(find_in(buffer, &data)?.is_none(), "there before");
+        let read = disks.fio(disk, "--rw=read --bs=1M --offset=32M --size=1M");
+        guest.sh_within(&read, BOOT)?;
+        find_in(buffer, &data)?.context("not all of it is in the buffer")?;
+    }
     Ok(())
 }
 
 pub fn disks_transfer_data_through_the_memory_of_one(
     cluster: &Cluster,
 ) -> anyhow::Result<Completion> {
-    let images = [
-        cluster.image(DISKS[0], 64 * MIB)?,
-        cluster.image(DISKS[1], 64 * MIB)?,
-    ];
-    let [first, second] = [0, 1].map(|n| format!("{}={}", DISKS[n], images[n].display()));
-    let lender = cluster.lend(&["--nvme", &format!("{first},cmb=16M"), "--nvme", &second])?;
+    let [first, second, third] = DISKS.map(|id| cluster.image(id, 64 * MIB));
+    let images = [first?, second?, third?];
+    let [first, second, third] = [0, 1, 2].map(|n| format!("{}={}", DISKS[n], images[n].display()));
+    let first = format!("{first},cmb=16M");
+    let lender = cluster.lend(&["--nvme", &first, "--nvme", &second, "--nvme", &third])?;
     let keeper = cluster.serve("a", &DISKS).args(&["--keeper"]).start()?;
     let guest = cluster
         .guest("a")
@@ -136,9 +141,9 @@ pub fn disks_transfer_data_through_the_memory_of_one(
         let borrow = cluster.wait_state("a", DISKS[at], BorrowState::Ready)?;
         anyhow::Ok((borrow.dma_windows, borrow.bytes_unreachable))
     };
-    ensure!((windows(0)?, windows(1)?) == ((1, 0), (2, 0)));
+    ensure!((windows(0)?, windows(1)?, windows(2)?) == ((1, 0), (2, 0), (2, 0)));
     let buffer = buffer_of(keeper.pid())?;
-    read_into_buffer(&guest, &disks, (&buffer, &images[1]), 1)?;
+    read_into_buffer(&guest, &disks, (&buffer, &images), 1)?;
 
     // Each disk, with verification: the CPU reads what the disk has transferred.
     const VERIFY: &str = "--rw=randrw --bsrange=4k-64k --size=16M --iodepth=8 --verify=crc32c \
@@ -157,7 +162,7 @@ pub fn disks_transfer_data_through_the_memory_of_one(
     let load = guest.exec_start(&load, BOOT)?;
     for kill in 0..KILLS {
         std::thread::sleep(Duration::from_millis(1500));
-        for disk in DISKS {
+        for disk in [DISKS[0], DISKS[1]] {
             kill_process(worker(lender.pid(), disk)?, Signal::KILL)?;
         }
         cluster.wait_status("other workers", SHORT, |status| {
@@ -173,13 +178,18 @@ pub fn disks_transfer_data_through_the_memory_of_one(
     ensure!(output.success(), "{output}");
     check::no_faults(cluster, &DISKS)?;
     // The next backend has the same memory.
-    read_into_buffer(&guest, &disks, (&buffer, &images[1]), 2)?;
+    read_into_buffer(&guest, &disks, (&buffer, &images), 2)?;
+
+    // A function-level reset, around which Linux turns memory off.
+    let function = format!("/sys/block/{}/device/device", disks.name(0));
+    guest.sh(&format!("echo 1 >{function}/reset"))?;
+    read_into_buffer(&guest, &disks, (&buffer, &images), 3)?;
 
     // The firmware places BARs anew.
     guest.reboot(BOOT)?;
     let disks = Disks::find(&guest)?;
-    ensure!((windows(0)?, windows(1)?) == ((1, 0), (2, 0)));
-    read_into_buffer(&guest, &disks, (&buffer, &images[1]), 3)?;
+    ensure!((windows(0)?, windows(1)?, windows(2)?) == ((1, 0), (2, 0), (2, 0)));
+    read_into_buffer(&guest, &disks, (&buffer, &images), 4)?;
     check::no_faults(cluster, &DISKS)?;
 
     // Without the disk with the buffer, the other one goes on. (QEMU's listing of memory keeps it from aborting at an

@@ -33,7 +33,7 @@ impl OpenPath {
         self.adding = Adding::default();
         self.unreachable.remove(&start);
         let removed = self.segments.remove(&start);
-        let paged = removed.is_some_and(|segment| segment.pins.is_none());
+        let paged = removed.is_some_and(|segment| segment.is_page());
         if !(paged && self.keeps_windows()) {
             let windows = std::mem::take(&mut self.windows);
             let kept = windows.into_iter().filter(|it| !self.is_empty(it));

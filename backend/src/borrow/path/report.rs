@@ -8,7 +8,6 @@ impl OpenPath {
             let own = self
                 .segments
                 .values()
-                .filter(|segment| !segment.is_bar)
                 .filter_map(|segment| segment.pins.as_ref())
                 .map(|pins| pins.report());
             own.chain([self.page_pins.report()])

@@ -453,7 +453,8 @@ impl Borrower {
         let plan = plan(&layout, &PlanRules::default());
         let mappings: Vec<Mapping> = memory.iter().cloned().collect();
         // Again when the windows are open. RAM that exceeds both has the host's limit as its error.
-        let memory: Vec<_> = mappings.iter().filter_map(Mapping::memory).collect();
+        let ram = mappings.iter().filter(|mapping| mapping.is_ram());
+        let memory: Vec<_> = ram.filter_map(Mapping::memory).collect();
         let vm = &self.settings.memory;
         vm.lock()
             .check(&memory, self.settings.pin_policy)
@@ -467,6 +468,7 @@ impl Borrower {
         };
         let (client, path) = self.borrow.path()?;
         path.open(client, &plan, &mappings, &pinning)?;
+        let left_out = path.map_bars(client, &mappings)?;
         client.enable_bus_master()?;
         let report = path.report();
         let bme_to_ready_us = started.elapsed().as_micros() as u64;
@@ -476,6 +478,13 @@ impl Borrower {
             report.dma_windows,
             report.lut_entries
         ));
+        for (range, error) in left_out {
+            let why = Chain(&error);
+            self.log(
+                "left out",
+                &format!("does not reach the BAR at GPA {range}: {why}"),
+            );
+        }
         Ok(LayoutReport {
             guest_ram_bytes: layout.ram_bytes(),
             layout_probes: layout.probes,
@@ -486,7 +495,7 @@ impl Borrower {
 
     fn map(&mut self, mapping: &Mapping) -> Result<(), WorkError> {
         let cancel = Arc::clone(&self.cancel);
-        let memory = mapping.memory();
+        let memory = mapping.memory().filter(|_| mapping.is_ram());
         let room = || memory.as_ref().map_or(Ok(()), pin::check_room_for_more);
         // Most pages behind a vIOMMU are pinned already.
         if !PagePins::fits(mapping.range.len()) {
