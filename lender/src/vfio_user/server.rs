@@ -383,13 +383,19 @@ impl Server {
     }
 
     /// Sets or clears the enable bit of MSI or MSI-X, which a guest writes in the capability that the borrower emulates. The
-    /// kernel does so for its functions; SPDK's server raises no interrupt without it.
+    /// kernel does so for its functions; SPDK's server raises no interrupt without it. A server may refuse the write.
     fn enable_messages(&self, index: IrqIndex, enable: bool) -> Result<(), RemoteError> {
         let mut enables = self.enables.iter();
-        match enables.find(|(it, ..)| *it == index) {
-            Some(&(_, at, bit)) if enable => self.change_config(at, bit, 0),
-            Some(&(_, at, bit)) => self.change_config(at, 0, bit),
-            None => Ok(()),
+        let Some(&(_, at, bit)) = enables.find(|(it, ..)| *it == index) else {
+            return Ok(());
+        };
+        let (set, clear) = if enable { (bit, 0) } else { (0, bit) };
+        match self.change_config(at, set, clear) {
+            Err(error) if !self.has_ended() => {
+                log::debug!("{}: {index:?} is not enabled: {error}", self.place());
+                Ok(())
+            }
+            changed => changed,
         }
     }
 
@@ -498,9 +504,6 @@ impl ConfigAccess for Server {
     }
 }
 
-#[cfg(test)]
-mod tests;
-
 /// Least bytes of a configuration space.
 const CONFIG_SPACE: usize = 256;
 
@@ -520,3 +523,6 @@ fn enable_bits(config: &[u8]) -> Vec<(IrqIndex, u64, u16)> {
     });
     found.collect()
 }
+
+#[cfg(test)]
+mod tests;

@@ -220,6 +220,13 @@ fn set_up() -> SetIrqs {
 }
 
 #[test]
+fn a_server_may_refuse_that_messages_are_enabled() {
+    let (server, seen) = server(|seen| seen == (REGION_WRITE, CONTROL));
+    server.set_irqs(&set_up()).unwrap();
+    assert_eq!(seen.try_iter().last(), Some((REGION_WRITE, CONTROL)));
+}
+
+#[test]
 fn messages_are_enabled_in_configuration_space_while_they_are_set_up() {
     let (server, seen) = server(|_| false);
     let control = || {
