@@ -243,6 +243,9 @@ pub(crate) enum Chapter {
     /// Throughput and round trips of a borrowed virtio-net device, beside QEMU's own virtio-net-pci. Measured only if
     /// it is named; makes tap interfaces, which takes root.
     VirtioNet,
+    /// Transfers of a borrowed disk to and from the memory of another one, beside the guest's RAM. Measured only if it is
+    /// named.
+    PeerToPeer,
     /// fio's jobs on physical devices of an emulated host, in turns borrowed and by plain vfio-pci.
     /// Measured only if it is named.
     Passthrough,
@@ -264,7 +267,11 @@ impl Bench {
             // They have the jobs of `Fio`, make hosts, or take root.
             [] if matches!(
                 chapter,
-                Chapter::Network | Chapter::Virtio | Chapter::VirtioNet | Chapter::Passthrough
+                Chapter::Network
+                    | Chapter::Virtio
+                    | Chapter::VirtioNet
+                    | Chapter::PeerToPeer
+                    | Chapter::Passthrough
             ) =>
             {
                 false
@@ -320,6 +327,7 @@ mod tests {
             Chapter::Network,
             Chapter::Virtio,
             Chapter::VirtioNet,
+            Chapter::PeerToPeer,
             Chapter::Passthrough,
         ];
         all.retain(|chapter| !by_name.contains(chapter));

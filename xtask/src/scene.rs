@@ -26,6 +26,8 @@ use crate::{
 
 /// Name of the borrowed device.
 pub(crate) const DEVICE: &str = "disk0";
+/// That of a second device.
+const SECOND: &str = "disk1";
 
 /// Timeout of operations that are immediate on an idle machine.
 pub(crate) const SHORT: Duration = Duration::from_secs(60);
@@ -45,6 +47,8 @@ pub(crate) struct Scene {
     program: PathBuf,
     vm: &'static str,
     image: PathBuf,
+    /// Of a second NVMe device. The first has a controller memory buffer then.
+    beside: Option<PathBuf>,
     /// Before the backend, which may be the first of several.
     _keeper: KeptUntilDropped,
     model: Model,
@@ -142,8 +146,31 @@ impl Scene {
         vm: &'static str,
         more: &[&str],
     ) -> Result<Self> {
+        Self::start_with(model, program, directory, (image, None), vm, more)
+    }
+
+    /// As [`Scene::start`], with two devices, of which the first has a controller memory buffer.
+    pub(crate) fn start_pair(
+        program: PathBuf,
+        directory: TempDir,
+        [first, second]: [&Path; 2],
+        vm: &'static str,
+    ) -> Result<Self> {
+        let images = (first, Some(second));
+        let more = ["--device", SECOND];
+        Self::start_with(Model::Nvme, program, directory, images, vm, &more)
+    }
+
+    fn start_with(
+        model: Model,
+        program: PathBuf,
+        directory: TempDir,
+        (image, beside): (&Path, Option<&Path>),
+        vm: &'static str,
+        more: &[&str],
+    ) -> Result<Self> {
         let path = directory.path();
-        let lender = lend(&program, path, image, model)?;
+        let lender = lend(&program, path, (image, beside), model)?;
         let serve = ["serve", "--vm", vm, "--device", DEVICE];
         let serve = farside(&program, path, &[&serve, more].concat());
         let mut backend = Child::spawn("the backend", serve, &path.join("backend.log"))?;
@@ -152,6 +179,7 @@ impl Scene {
             program,
             vm,
             image: image.to_owned(),
+            beside: beside.map(Path::to_owned),
             _keeper: KeptUntilDropped(path.join("keepers").join(vm)),
             model,
             backend,
@@ -218,7 +246,8 @@ impl Scene {
     pub(crate) fn replace_lender(&mut self) -> Result<()> {
         self.lender.kill()?;
         let path = self.directory.path();
-        self.lender = lend(&self.program, path, &self.image, self.model)?;
+        let images = (&*self.image, self.beside.as_deref());
+        self.lender = lend(&self.program, path, images, self.model)?;
         Ok(())
     }
 
@@ -256,7 +285,7 @@ impl Scene {
         let mut command = farside(&self.program, self.directory.path(), &args);
         command.arg("--qemu").arg(testbed.qemu());
         command.arg("--").args(staged.guest_args()).args(more);
-        if tcg {
+        if tcg && !more.iter().any(|argument| argument == "-cpu") {
             command.args(["-cpu", TCG_CPU]);
         }
         command.arg("-S");
@@ -330,8 +359,13 @@ impl Scene {
     }
 }
 
-/// Starts a lender of `image`, with its socket in that directory.
-fn lend(program: &Path, directory: &Path, image: &Path, model: Model) -> Result<Child> {
+/// Starts a lender of `image`, and of one beside it, with its socket in that directory.
+fn lend(
+    program: &Path,
+    directory: &Path,
+    (image, beside): (&Path, Option<&Path>),
+    model: Model,
+) -> Result<Child> {
     let mut drive = OsString::from(format!("{DEVICE}="));
     drive.push(image);
     let option = match model {
@@ -340,7 +374,14 @@ fn lend(program: &Path, directory: &Path, image: &Path, model: Model) -> Result<
         Model::VirtioNet => "--virtio-net",
     };
     let mut lend = farside(program, directory, &["lend", "--name", "here", option]);
-    lend.arg(drive);
+    if let Some(beside) = beside {
+        drive.push(",cmb=64M");
+        let mut second = OsString::from(format!("{SECOND}="));
+        second.push(beside);
+        lend.arg(&drive).arg("--nvme").arg(second);
+    } else {
+        lend.arg(drive);
+    }
     let mut lender = Child::spawn("the lender", lend, &directory.join("lender.log"))?;
     await_socket(&directory.join("lender.sock"), &mut lender)?;
     Ok(lender)

@@ -17,6 +17,7 @@ mod nested;
 mod network;
 mod nic;
 mod passthrough;
+mod peer;
 mod ping_pong;
 mod testers;
 
@@ -154,6 +155,9 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
     }
     if args.wants(Chapter::VirtioNet) {
         results.add(nic::measure(&parameters)?)?;
+    }
+    if args.wants(Chapter::PeerToPeer) {
+        results.add(peer::measure(&parameters)?)?;
     }
     if args.wants(Chapter::Network) {
         if args.hosts != Some(Hosts::Vms) {
