@@ -60,7 +60,7 @@ pub fn nothing_is_pinned_before_bus_master_enable_and_after_its_end(
     the_guest_lets_the_drive_go(cluster, &guest, &bdf)?;
     registers_end_dma(cluster, &guest)?;
 
-    let last = check::open(cluster, &guest, "disk0", 1)?;
+    let last = check::open_with_bars(cluster, &guest, "disk0", 2, MEMORY)?;
     ensure!(
         last.generation == first.generation,
         "one lease all along: {last:?}"
