@@ -73,6 +73,8 @@ fn target(cluster: &Cluster, build: &Path, socket: &Path) -> Result<Daemon> {
         "1024",
         "--cpumask",
         "0x1",
+        // Another process of SPDK may run here.
+        "--disable-cpumask-locks",
     ]);
     command.arg("--json").arg(configuration);
     command

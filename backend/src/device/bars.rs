@@ -49,6 +49,9 @@ impl StateFile {
     }
 }
 
+/// Most bytes of a BAR whose memory is allocated here: a lender says how large it is, and a guest can fill it.
+const MOST_BAR: u64 = 1 << 30;
+
 /// Most bytes of a device's state.
 const MOST_STATE: u64 = 16 << 20;
 
@@ -75,6 +78,12 @@ impl Bars {
             let Some(bar) = bar else { continue };
             if bar.mappable.is_empty() {
                 continue;
+            }
+            if described.bars == BarOwner::Borrower && bar.size > MOST_BAR {
+                return Err(std::io::Error::other(format!(
+                    "it has a BAR of {} bytes: up to {MOST_BAR} are supported",
+                    bar.size
+                )));
             }
             let memory = match described.bars {
                 BarOwner::Lender => None,
@@ -174,5 +183,43 @@ impl Bars {
             offset: memory.offset,
             areas: &bar.areas,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farside_pci::{Bar as PciBar, BarKind, Description, SparseMmapArea};
+
+    use super::*;
+
+    fn of_size(size: u64) -> Described {
+        let mut bars = [const { None }; 6];
+        bars[2] = Some(PciBar {
+            mappable: vec![SparseMmapArea {
+                offset: 0,
+                len: size,
+            }],
+            ..PciBar::new(size, BarKind::Memory64 { prefetchable: true })
+        });
+        Described {
+            description: Description {
+                config: Vec::new(),
+                bars,
+                intx: false,
+                msi_vectors: 0,
+                msix_vectors: 0,
+                summary: String::new(),
+            },
+            bars: BarOwner::Borrower,
+            state: 0,
+            rom: 0,
+        }
+    }
+
+    #[test]
+    fn a_lender_cannot_have_a_borrower_back_more_than_a_limit() {
+        assert_eq!(Bars::new(&of_size(MOST_BAR)).unwrap().files().len(), 1);
+        let error = Bars::new(&of_size(2 * MOST_BAR)).err().expect("a refusal");
+        assert!(error.to_string().contains("2147483648 bytes: up to"));
     }
 }

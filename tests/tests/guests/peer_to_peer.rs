@@ -1,4 +1,4 @@
-//! Linux moves data between two borrowed disks through the memory of one of them (p2pdma), past its RAM.
+//! Linux moves data between borrowed disks through the memory of one of them (p2pdma), past its RAM.
 
 use std::{
     fs::{self, File},

@@ -13,7 +13,7 @@ pub const BAR: usize = 2;
 
 /// The least size, in bytes. Linux cannot use less for peer to peer.
 pub const LEAST: u64 = 2 << 20;
-/// The largest size, in bytes. A borrower backs it with memory, and pins that for devices that reach it.
+/// The largest size, in bytes: as much as a borrower backs with memory.
 pub const MOST: u64 = 1 << 30;
 
 /// Offsets of its registers (figure 68).
