@@ -32,7 +32,7 @@ use crate::{
     lookup::Lookup,
     records::Past,
     served::{Served, ServedState},
-    sockets::{SocketName, Sockets},
+    sockets::{SocketLayout, SocketName, Sockets},
     status::StatusServer,
 };
 
@@ -79,6 +79,8 @@ pub struct Config {
     pub lost_after: Duration,
     /// Group whose members may connect to the devices' sockets, in addition to this user.
     pub socket_group: Option<String>,
+    /// The names of the devices' sockets.
+    pub layout: SocketLayout,
     /// Asks the guest to release a device that its lender takes back.
     pub release: Option<ReleaseHook>,
     /// What outlives this process, and what another one has left.
@@ -212,7 +214,7 @@ impl Backend {
             ntb.adapter().wait_link(LINK_TIMEOUT)?;
         }
         let helper = config.helper.clone();
-        let made = Sockets::new(&config.directory, group, activated, helper);
+        let made = Sockets::new(&config.directory, group, config.layout, activated, helper);
         let adapter = ntb.as_ref().map(|ntb| ntb.adapter().clone());
         let lookup = Arc::new(Lookup::new(config, adapter, made));
         let mut manager = EventManager::new()?;

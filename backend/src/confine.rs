@@ -181,6 +181,7 @@ mod tests {
             message_timeout: std::time::Duration::from_secs(5),
             lost_after: std::time::Duration::from_secs(300),
             socket_group: None,
+            layout: Default::default(),
             release: None,
             past: Default::default(),
             helper: None,

@@ -9,7 +9,7 @@ use std::{
 use farside_daemon::{FileLock, LockError, VmName, paths};
 use farside_error_chain::Chain;
 
-use crate::{StartError, helper::Helper};
+use crate::{StartError, helper::Helper, sockets::remove_directory};
 
 /// The VM's directory, held by a lock on a file in it. Drop removes the file, and the directory if
 /// it is then empty, by the helper of a backend that has one.
@@ -60,8 +60,8 @@ impl Drop for Directory {
             log::warn!("cannot remove {}: {error}", self.lock.display());
         }
         let Some(helper) = &self.helper else {
-            // Fails if the directory still holds QEMU's monitor or sockets of the service manager.
-            let _ = std::fs::remove_dir(&self.path);
+            // Fails if others have something in it.
+            let _ = remove_directory(&self.path);
             return;
         };
         if let Err(error) = helper.remove_directory() {

@@ -39,7 +39,7 @@ use releases::Releases;
 
 use crate::{
     Config,
-    sockets::{self, SocketName},
+    sockets::{self, SocketLayout, SocketName},
 };
 
 mod found;
@@ -80,6 +80,7 @@ pub(crate) struct Start {
     /// The directory of the VM's sockets.
     pub(crate) directory: PathBuf,
     pub(crate) socket_group: Option<String>,
+    pub(crate) layout: SocketLayout,
     /// The directory of this host's certificates.
     pub(crate) pki: PathBuf,
     /// The file with the VM's fences.
@@ -95,6 +96,7 @@ impl Start {
             lenders: config.lenders.clone(),
             directory: config.directory.clone(),
             socket_group: config.socket_group.clone(),
+            layout: config.layout,
             pki: config.pki.clone(),
             fences: config.fences.clone(),
             discovery: config.discovery.clone(),
@@ -494,7 +496,7 @@ impl Server {
                 Ok(Answer::Done)
             }
             Order::RemoveDirectory => {
-                std::fs::remove_dir(&self.start.directory).map(|()| Answer::Done)
+                sockets::remove_directory(&self.start.directory).map(|()| Answer::Done)
             }
             Order::Start(_) => Err(unexpected()),
         };
@@ -556,11 +558,12 @@ impl Server {
         let Start {
             directory,
             socket_group,
+            layout,
             ..
         } = &self.start;
         let group = socket_group.as_deref().map(SocketGroup::named);
         let group = group.transpose().map_err(io::Error::other)?;
-        sockets::bind(directory, group.as_ref(), name).map_err(io::Error::other)
+        sockets::bind(directory, group.as_ref(), *layout, name).map_err(io::Error::other)
     }
 
     /// Opens a file of a client's certificates, and not the key of a CA beside them.

@@ -35,3 +35,4 @@ pub use backend::{Backend, Config, ReleaseHook, StartError};
 pub use farside_irq_relay::Interrupts;
 pub use helper::{Helper, serve_backend};
 pub use records::Past;
+pub use sockets::SocketLayout;

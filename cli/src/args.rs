@@ -142,10 +142,11 @@ pub(crate) struct Lend {
     /// Lend an emulated NVMe device backed by an image file or block device.
     /// At most N operations and SIZE bytes per second, as in disk0=disk0.img,iops=5000,bandwidth=200M. With cmb=SIZE, the
     /// controller has a memory buffer, which it and the VM's other devices can transfer data to and from (peer to peer).
-    #[arg(long, value_name = "ID=IMAGE[,read-only][,iops=N][,bandwidth=SIZE][,cmb=SIZE]", value_parser = parse_disk)]
+    /// With mapped-doorbells, drivers start commands without a trap, and the controller looks for them: for SPDK's driver.
+    #[arg(long, value_name = "ID=IMAGE[,read-only][,iops=N][,bandwidth=SIZE][,cmb=SIZE][,mapped-doorbells]", value_parser = parse_disk)]
     pub(crate) nvme: Vec<Disk>,
     /// Lend a virtio-blk device backed by an image file or block device.
-    /// Options as for --nvme, but for cmb.
+    /// Options as for --nvme, but for cmb and mapped-doorbells.
     #[arg(long, value_name = "ID=IMAGE[,…]", value_parser = parse_disk)]
     pub(crate) virtio_blk: Vec<Disk>,
     /// Lend a virtio-net device on a tap interface of this host, as in nic0=tap0,mac=52:54:00:12:34:56.
@@ -326,6 +327,18 @@ pub(crate) struct Serve {
     /// another user: for example libvirt-qemu [default: only this user].
     #[arg(long, value_name = "GROUP")]
     pub(crate) socket_group: Option<String>,
+    /// Names of the devices' sockets in the VM's directory.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) layout: Layout,
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+pub(crate) enum Layout {
+    /// ID.sock.
+    #[default]
+    Plain,
+    /// Also ID.spdk/cntrl, for clients of SPDK (traddr is the directory).
+    Spdk,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -460,14 +473,19 @@ pub(crate) struct Disk {
     pub(crate) limits: Limits,
     /// Bytes of the controller memory buffer, of an NVMe device.
     pub(crate) cmb: Option<u64>,
+    /// The guest writes doorbells without a trap, to an NVMe device.
+    pub(crate) mapped_doorbells: bool,
 }
 
 /// Options are read from the end, as a path may contain commas.
 fn parse_disk(text: &str) -> Result<Disk, String> {
-    let (mut rest, mut read_only, mut limits, mut cmb) = (text, false, Limits::default(), None);
+    let mut rest = text;
+    let (mut read_only, mut mapped_doorbells) = (false, false);
+    let (mut limits, mut cmb) = (Limits::default(), None);
     while let Some((before, option)) = rest.rsplit_once(',') {
         match option.split_once('=') {
             None if option == "read-only" => read_only = true,
+            None if option == "mapped-doorbells" => mapped_doorbells = true,
             Some(("iops", number)) => {
                 let wrong = |_| {
                     format!("{option}: give a number, or name a path that ends so in lender.toml")
@@ -487,6 +505,7 @@ fn parse_disk(text: &str) -> Result<Disk, String> {
             read_only,
             limits,
             cmb,
+            mapped_doorbells,
         }),
         _ => Err("give a device id and an image, as in disk0=/var/lib/farside/disk0.img".into()),
     }
@@ -538,10 +557,13 @@ mod tests {
             read_only,
             limits: Limits::default(),
             cmb: None,
+            mapped_doorbells: false,
         };
         assert_eq!(parse_disk("a=b=c"), Ok(disk("b=c", false)));
         assert_eq!(parse_disk("a=b,c,read-only"), Ok(disk("b,c", true)));
-        let limited = parse_disk("a=b,c=1,bandwidth=20M,read-only,cmb=2M,iops=7").unwrap();
+        let limited = parse_disk("a=b,c=1,bandwidth=20M,read-only,cmb=2M,mapped-doorbells,iops=7");
+        let limited = limited.unwrap();
+        assert!(limited.mapped_doorbells);
         assert_eq!((limited.image, limited.read_only), ("b,c=1".into(), true));
         assert_eq!(limited.limits.iops, Some(7));
         assert_eq!(limited.limits.bandwidth, Some(20 << 20));

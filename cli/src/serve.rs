@@ -8,14 +8,16 @@ use std::{
 };
 
 use anyhow::Context;
-use farside_backend::{Backend, Config, Helper, Interrupts, Past, ReleaseHook, serve_backend};
+use farside_backend::{
+    Backend, Config, Helper, Interrupts, Past, ReleaseHook, SocketLayout, serve_backend,
+};
 use farside_daemon::{Activated, VmName, Wakeup, paths, raise_open_files};
 use farside_fabric::pin::PinPolicy;
 use farside_keeper::{Former, Options};
 use farside_vm_config::{DeviceConfig, HostConfig, VmConfig};
 
 use crate::{
-    args::{InterruptForm, Pin, Serve},
+    args::{InterruptForm, Layout, Pin, Serve},
     hotplug,
     ram::ram_ranges,
     signals::{self, Termination},
@@ -153,6 +155,10 @@ fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
         message_timeout,
         lost_after: Duration::from_secs(args.lost_after.or(file.lost_after).unwrap_or(LOST_AFTER)),
         socket_group: args.socket_group.or(file.socket_group),
+        layout: match args.layout {
+            Layout::Plain => SocketLayout::Plain,
+            Layout::Spdk => SocketLayout::Spdk,
+        },
         release: Some(release),
         past,
         helper: Some(helper),

@@ -270,6 +270,10 @@ impl LeasedDevice for LeasedModel {
         self.with_bus(|device, bus| device.enable_notifications(bus))
     }
 
+    fn is_polled(&self) -> bool {
+        self.model.device.is_polled()
+    }
+
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         self.model.device.wake_fd()
     }

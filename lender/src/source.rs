@@ -188,6 +188,11 @@ pub(crate) trait LeasedDevice: Send {
         true
     }
 
+    /// As [`Device::is_polled`](farside_devices::Device::is_polled).
+    fn is_polled(&self) -> bool {
+        false
+    }
+
     /// Readable when [`LeasedDevice::poll`] has work.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>>;
 

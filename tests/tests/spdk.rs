@@ -1,6 +1,6 @@
-//! A controller of SPDK's NVMe-oF target, over vfio-user, is lent to a guest with Linux's driver. Debian has no package of
-//! SPDK: the test runs where `FARSIDE_SPDK` names the directory of its build (`nvmf_tgt` is in `build/bin`), configured with
-//! `--with-vfio-user`.
+//! With SPDK: a controller of its NVMe-oF target, over vfio-user, is lent to a guest with Linux's driver; and its driver
+//! uses a model without a VM. Debian has no package of SPDK: the tests run where `FARSIDE_SPDK` names the directory of its
+//! build (`nvmf_tgt` is in `build/bin`), configured with `--with-vfio-user`.
 
 use std::{
     path::Path,
@@ -9,6 +9,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use farside_testbed::die_with_us;
 use farside_tests::{
     BOOT, BorrowState, Cluster, Daemon, Guest, MIB, SHORT, Weight, Width, noise, sha256, told,
     trial,
@@ -26,11 +27,23 @@ const START: Duration = Duration::from_secs(60);
 
 fn main() {
     env_logger::init();
-    let trial = trial("a_controller_of_spdk_is_lent", Weight::Guests, run);
-    libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit();
+    let trials = vec![
+        trial("a_controller_of_spdk_is_lent", Weight::Guests, || {
+            run(a_controller_of_spdk_is_lent)
+        }),
+        trial("spdks_driver_uses_a_model", Weight::Guests, || {
+            run(spdks_driver_uses_a_model)
+        }),
+        trial(
+            "spdks_compliance_tests_miss_optional_features_only",
+            Weight::Guests,
+            compliance,
+        ),
+    ];
+    libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
-fn run() -> Result<Completion, Failed> {
+fn run(test: fn(&Cluster, &Path) -> Result<()>) -> Result<Completion, Failed> {
     let Some(build) = std::env::var_os(BUILD) else {
         return Ok(Completion::ignored_with(format!(
             "{BUILD} does not name the directory of a build of SPDK with vfio-user"
@@ -91,7 +104,7 @@ fn target(cluster: &Cluster, build: &Path, socket: &Path) -> Result<Daemon> {
     Ok(server)
 }
 
-fn test(cluster: &Cluster, build: &Path) -> Result<()> {
+fn a_controller_of_spdk_is_lent(cluster: &Cluster, build: &Path) -> Result<()> {
     let socket = cluster.directory().join("spdk/cntrl");
     let mut server = target(cluster, build, &socket)?;
     let used = used_by_two_vms(cluster, &socket, &mut server);
@@ -175,5 +188,92 @@ fn fio(job: &str) -> String {
 
 fn verify(guest: &Guest<'_>, job: &str) -> Result<()> {
     guest.sh_within(&fio(job), BOOT)?;
+    Ok(())
+}
+
+/// A model for clients of SPDK, and the backend that serves it to them.
+fn serve_model(cluster: &Cluster) -> Result<(Daemon, Daemon)> {
+    let image = cluster.image("disk0", 64 * MIB)?;
+    let disk = format!("disk0={},mapped-doorbells", image.display());
+    let lender = cluster.lend(&["--nvme", &disk])?;
+    let serve = cluster.serve("a", &["disk0"]);
+    let backend = serve.args(&["--keeper", "--layout", "spdk"]).start()?;
+    Ok((lender, backend))
+}
+
+/// A program of SPDK's build, as a client of the model.
+fn client(cluster: &Cluster, build: &Path, program: &str) -> Command {
+    let directory = cluster.directory().join("vm/a/disk0.spdk");
+    let mut command = Command::new(build.join(program));
+    command.arg("-r").arg(format!(
+        "trtype:VFIOUSER traddr:{} subnqn:nqn.2014-08.org.nvmexpress:disk0",
+        directory.display()
+    ));
+    command
+}
+
+/// `identify`, and `perf` with reads and writes while processes are killed.
+fn spdks_driver_uses_a_model(cluster: &Cluster, build: &Path) -> Result<()> {
+    let (lender, _keeper) = serve_model(cluster)?;
+    let mut identify = client(cluster, build, "build/bin/spdk_nvme_identify");
+    let output = identify.args(["--no-huge", "-d", "512"]).output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        output.status.success() && text.contains("farside NVMe"),
+        "{output:?}"
+    );
+
+    let mut perf = client(cluster, build, "build/bin/spdk_nvme_perf");
+    perf.args(["--no-huge", "-s", "512", "-q", "32", "-o", "4096"]);
+    perf.args(["-w", "randrw", "-M", "50", "-t", "12"]);
+    die_with_us(&mut perf);
+    let perf = std::thread::spawn(move || perf.output());
+    cluster.wait_state("a", "disk0", BorrowState::Ready)?;
+    for kill in 1..=3 {
+        std::thread::sleep(Duration::from_secs(1));
+        let workers = lender.workers();
+        let [worker] = workers[..] else {
+            anyhow::bail!("{} workers", workers.len());
+        };
+        kill_process(worker, Signal::KILL)?;
+        cluster.wait_status("another worker", SHORT, |status| {
+            let connection = status.borrow("a", "disk0")?.connection;
+            Ok(connection.filter(|it| it.restarts == kill))
+        })?;
+    }
+    let output = perf.join().map_err(|_| anyhow::anyhow!("a panic"))??;
+    let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    let is_ok = output.status.success() && said.contains("Total") && !said.contains("rror");
+    ensure!(is_ok, "{said}");
+    Ok(())
+}
+
+/// Pages of 2 MiB that the compliance tests need, which have no option to do without.
+const HUGE_PAGES: u64 = 160;
+
+fn compliance() -> Result<Completion, Failed> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo")?;
+    let free = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("HugePages_Free:"));
+    let free = free.map_or(Ok(0), |free| free.trim().parse())?;
+    if free < HUGE_PAGES {
+        return Ok(Completion::ignored_with(format!(
+            "{free} free huge pages: {HUGE_PAGES} are needed"
+        )));
+    }
+    run(comply)
+}
+
+fn comply(cluster: &Cluster, build: &Path) -> Result<()> {
+    let _model = serve_model(cluster)?;
+    let program = "test/nvme/compliance/nvme_compliance";
+    let output = client(cluster, build, program).arg("-g").output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let of = |word: &str| text.lines().filter(|line| line.ends_with(word)).count();
+    let (passed, failed) = (of("passed"), of("FAILED"));
+    // Keep Alive and Host Behavior Support are optional (NVM Express 1.4, 5.21.1), and SPDK's own target has them.
+    let missing = text.contains("admin_get_features_optional_features ...FAILED");
+    ensure!((passed, failed, missing) == (17, 1, true), "{text}");
     Ok(())
 }

@@ -22,6 +22,7 @@ fn helper(directory: &Path, lenders: Vec<Address>) -> Helper {
         lenders,
         directory: directory.to_owned(),
         socket_group: None,
+        layout: SocketLayout::Spdk,
         pki: directory.join("pki"),
         fences: None,
         discovery: None,

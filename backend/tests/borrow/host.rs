@@ -141,6 +141,7 @@ impl Host {
             message_timeout: Duration::from_secs(5),
             lost_after: Duration::from_secs(300),
             socket_group: None,
+            layout: Default::default(),
             release: None,
             past: Default::default(),
             helper: None,

@@ -293,6 +293,7 @@ pub fn config(
         message_timeout,
         lost_after: Duration::from_secs(300),
         socket_group: None,
+        layout: Default::default(),
         release: None,
         past: Default::default(),
         helper: None,

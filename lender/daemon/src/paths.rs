@@ -97,6 +97,17 @@ pub fn device_socket_name(device: &DeviceId) -> String {
     format!("{device}.sock")
 }
 
+/// Name of the directory, in the VM's, that has a device's socket where SPDK's clients look for it.
+pub fn spdk_directory_name(device: &DeviceId) -> String {
+    format!("{device}{SPDK_SUFFIX}")
+}
+
+/// How such a directory's name ends.
+pub const SPDK_SUFFIX: &str = ".spdk";
+
+/// Name of the socket that SPDK's clients look for in the directory that they are given.
+pub const SPDK_SOCKET_NAME: &str = "cntrl";
+
 /// The socket at which the keeper of a VM's backend listens for the next one.
 pub fn keeper_socket(vm: &VmName) -> PathBuf {
     runtime_dir().join("keepers").join(vm.as_str())

@@ -61,6 +61,11 @@ pub trait Device: Send {
     /// the owner may sleep until a BAR access arrives or [`Device::wake_fd`] is readable.
     fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool;
 
+    /// Whether the guest may give it work now without any notification, so that the owner may sleep only for short times.
+    fn is_polled(&self) -> bool {
+        false
+    }
+
     /// Readable when there is work for [`Device::poll`] that no BAR access triggers,
     /// such as completions of the medium.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>>;

@@ -32,6 +32,16 @@ const POLL_ALONE: Duration = Duration::from_micros(50);
 /// A nap. The kernel adds its timer slack, 50 µs.
 const NAP: Duration = Duration::from_micros(20);
 
+/// Longest time between two looks at an idle device that nobody notifies: as much as its first request after a
+/// pause may wait.
+const LONGEST_INTERVAL: Duration = Duration::from_millis(1);
+
+/// The time until the next look at a device that nobody notifies, after `idle` without work: an idle one costs a look
+/// per millisecond, one that was busy a moment ago is not late by more than a part of its pause.
+pub(crate) fn interval(idle: Duration) -> Duration {
+    (idle / 8).clamp(NAP, LONGEST_INTERVAL)
+}
+
 /// The next action when there is no work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
@@ -127,6 +137,16 @@ mod tests {
         let mut idle_again = vec![100; 8];
         idle_again.extend([1_000_000; 5]);
         assert_eq!(after(&idle_again).time, Duration::ZERO);
+    }
+
+    #[test]
+    fn a_device_without_notifications_is_looked_at_less_the_longer_it_is_idle() {
+        assert_eq!(interval(Duration::ZERO), NAP);
+        assert_eq!(
+            interval(Duration::from_millis(4)),
+            Duration::from_micros(500)
+        );
+        assert_eq!(interval(Duration::from_secs(60)), LONGEST_INTERVAL);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
     DeviceLoop, Line,
-    busy_poll::{BusyPoll, Step},
+    busy_poll::{self, BusyPoll, Step},
     channel::Offer,
     end::{End, LATE_ACCESSES, SEND_TIMEOUT, take_back},
 };
@@ -196,13 +196,16 @@ impl<'a> LeaseLoop<'a> {
     fn run(&mut self) -> End {
         let mut idle_since = Instant::now();
         let mut busy_poll = BusyPoll::new(self.owner.poll_time, idle_since);
-        let mut rounds = 0;
+        let (mut rounds, mut blocked_since) = (0, None);
         loop {
             rounds += 1;
             let worked = self.poll_device();
             let now = Instant::now();
             if worked {
                 idle_since = now;
+                if let Some(since) = blocked_since.take() {
+                    busy_poll.woke_after(now - since);
+                }
             }
             let mut step = match worked {
                 true => Step::Poll,
@@ -212,7 +215,11 @@ impl<'a> LeaseLoop<'a> {
                 step = Step::Poll;
             }
             let limit = match step {
-                Step::Block => None,
+                Step::Block => {
+                    blocked_since.get_or_insert(now);
+                    let interval = busy_poll::interval(now - idle_since);
+                    self.device.is_polled().then_some(interval)
+                }
                 Step::Nap(time) => Some(time),
                 Step::Poll | Step::Yield if rounds % ROUNDS_PER_LOOK == 0 => Some(Duration::ZERO),
                 Step::Poll => continue,
@@ -226,8 +233,8 @@ impl<'a> LeaseLoop<'a> {
             match self.wait(limit) {
                 Ok(true) => {
                     idle_since = Instant::now();
-                    if step == Step::Block {
-                        busy_poll.woke_after(idle_since - now);
+                    if let Some(since) = blocked_since.take() {
+                        busy_poll.woke_after(idle_since - since);
                     }
                 }
                 Ok(false) => {}

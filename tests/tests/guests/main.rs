@@ -104,6 +104,8 @@ fn main() {
         outlive::backends_that_are_killed_cost_a_guest_no_io_error,
         outlive::workers_that_are_killed_cost_a_guest_with_virtio_blk_no_io_error,
         outlive::backends_that_are_killed_cost_a_guest_with_virtio_blk_no_io_error,
+        outlive::workers_that_are_killed_cost_a_guest_with_mapped_doorbells_no_io_error,
+        outlive::backends_that_are_killed_cost_a_guest_with_mapped_doorbells_no_io_error,
         outlive::half_an_hour_of_kills_costs_a_guest_no_io_error,
         refusals::private_guest_ram_is_refused_with_the_option_to_add,
         refusals::a_guest_too_large_for_the_window_is_told_what_fits,

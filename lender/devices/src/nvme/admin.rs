@@ -38,7 +38,9 @@ pub(super) fn execute(
         admin::SET_FEATURES => set_features(nvme, command, bus.dma),
         admin::GET_FEATURES => get_features(nvme, command, bus.dma),
         admin::ASYNC_EVENT_REQUEST => async_event_request(nvme, command),
-        admin::DOORBELL_BUFFER_CONFIG => doorbell_buffer_config(nvme, command, bus.dma),
+        admin::DOORBELL_BUFFER_CONFIG if nvme.has_doorbell_buffer() => {
+            doorbell_buffer_config(nvme, command, bus.dma)
+        }
         admin::FORMAT_NVM => format(nvme, command),
         _ => Err(Status::INVALID_OPCODE),
     }
@@ -139,7 +141,7 @@ fn identify(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Out
             nvme.namespace.check_id(nsid)?;
             identify::namespace(&nvme.namespace)
         }
-        0x01 => identify::controller(&nvme.names),
+        0x01 => identify::controller(&nvme.names, nvme.has_doorbell_buffer()),
         // The two largest identifiers are invalid here (5.15.2.3).
         0x02 | 0x10 if nsid >= NSID_ALL - 1 => return Err(Status::INVALID_NAMESPACE),
         0x02 | 0x10 => identify::namespace_list(nsid),
@@ -183,7 +185,7 @@ fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
     };
     let log = nvme
         .logs
-        .page(page, &nvme.stats, health)
+        .page(page, &nvme.stats, health, nvme.has_doorbell_buffer())
         .ok_or(Status::INVALID_LOG_PAGE)?;
     let from = usize::try_from(from)
         .ok()

@@ -48,6 +48,9 @@ pub struct Config {
         deserialize_with = "deserialize_optional_size"
     )]
     pub cmb: Option<u64>,
+    /// Whether the guest writes its doorbells to memory, which the controller looks at at intervals, instead of by a trap.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub mapped_doorbells: bool,
     /// The I/O engine.
     #[serde(default)]
     pub engine: EngineChoice,
@@ -115,6 +118,7 @@ impl Config {
             model: default_model(),
             queues: default_queues(),
             cmb: None,
+            mapped_doorbells: false,
             engine: EngineChoice::default(),
             limits: Limits::default(),
         }
@@ -149,7 +153,7 @@ impl Config {
     /// The function on an image of `size` bytes.
     pub fn description(&self, size: u64) -> Description {
         let summary = format!("{}, {}", self.model, Size(size));
-        pci::description(self.vectors(), self.cmb, summary)
+        pci::description(self.vectors(), self.cmb, self.mapped_doorbells, summary)
     }
 
     pub(super) fn vectors(&self) -> u16 {

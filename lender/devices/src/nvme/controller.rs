@@ -200,6 +200,12 @@ impl Nvme {
         })
     }
 
+    /// Whether the guest may have its doorbells in its memory, too: mapped ones notify of nothing in any case.
+    pub(super) fn has_doorbell_buffer(&self) -> bool {
+        let bar = self.description.bars[0].as_ref();
+        bar.is_some_and(|bar| bar.mappable.is_empty())
+    }
+
     /// Critical warnings of the health log.
     pub(super) fn warnings(&self) -> u8 {
         self.features.warnings() | self.medium.warnings()
@@ -254,6 +260,7 @@ impl Nvme {
     }
 
     fn fetch_all(&mut self, bus: &mut Bus<'_>) -> Result<bool, Fault> {
+        self.queues.refresh_tail(bus.dma, 0)?;
         let mut busy = self.fetch_from(0, bus)?;
         let count = self.queues.io_queues();
         let first = self.turn;
@@ -488,6 +495,7 @@ impl Nvme {
         }
         let line = bus.irq.intx_in_use();
         self.queues.publish_events(bus.dma, line)?;
+        self.queues.refresh_tail(bus.dma, 0)?;
         let mut pending = self.has_slot_for(0) && self.queues.can_fetch(bus.dma, 0)?;
         for index in 0..self.queues.io_queues() {
             if let Some(id) = self.queues.io_queue(index) {

@@ -10,8 +10,13 @@
 //!
 //! The admin queue has no shadow doorbells: drivers ring its registers (Linux and SPDK
 //! both do), and a stale zero in its place must not be mistaken for a tail.
+//!
+//! Mapped doorbells are the registers themselves in memory that the guest writes to without a trap.
+//! There is nothing that it would notify: the controller looks at them at intervals.
 
-use farside_fabric::{Access, Fault, Iova};
+use std::sync::atomic::Ordering;
+
+use farside_fabric::{Access, Fault, Iova, memory::HostSlice};
 
 use super::{
     ring::GuestRange,
@@ -44,6 +49,24 @@ impl Doorbell {
             Self::SubmissionTail(queue) => usize::from(queue) * 8,
             Self::CompletionHead(queue) => usize::from(queue) * 8 + 4,
         }
+    }
+}
+
+/// The page of the doorbells in BAR 0, of a controller that has them mapped.
+#[derive(Debug)]
+pub struct MappedDoorbells(pub HostSlice);
+
+impl MappedDoorbells {
+    /// The value that the guest last wrote.
+    pub fn load(&self, doorbell: Doorbell) -> Option<u32> {
+        self.0.load_u32(doorbell.offset(), Ordering::Acquire)
+    }
+
+    /// Writes as the guest does. A doorbell beyond the page is of no queue.
+    pub fn store(&self, doorbell: Doorbell, value: u32) {
+        let _ = self
+            .0
+            .store_u32(doorbell.offset(), value, Ordering::Release);
     }
 }
 

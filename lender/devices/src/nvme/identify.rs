@@ -74,7 +74,7 @@ impl Data {
 }
 
 /// Identify Controller (CNS 01h, figure 247).
-pub fn controller(names: &Names) -> Box<[u8; SIZE]> {
+pub fn controller(names: &Names, doorbell_buffer: bool) -> Box<[u8; SIZE]> {
     let mut data = Data::new();
     data.put16(0, VENDOR_ID); // VID
     data.put16(2, VENDOR_ID); // SSVID
@@ -88,7 +88,8 @@ pub fn controller(names: &Names) -> Box<[u8; SIZE]> {
 
     const FORMAT: u16 = 1 << 1;
     const DOORBELL_BUFFER: u16 = 1 << 8;
-    data.put16(256, FORMAT | DOORBELL_BUFFER); // OACS
+    let doorbell_buffer = if doorbell_buffer { DOORBELL_BUFFER } else { 0 };
+    data.put16(256, FORMAT | doorbell_buffer); // OACS
     data.put8(258, 3); // ACL, zero-based
     data.put8(259, (MAX_EVENT_REQUESTS - 1) as u8); // AERL, zero-based
     data.put8(260, 1 | 1 << 1); // FRMW: one slot, read-only

@@ -71,14 +71,20 @@ impl Logs {
     }
 
     /// The log page, or `None` if it is not supported.
-    pub fn page(&self, page: u8, stats: &Stats, health: Health) -> Option<Vec<u8>> {
+    pub fn page(
+        &self,
+        page: u8,
+        stats: &Stats,
+        health: Health,
+        doorbell_buffer: bool,
+    ) -> Option<Vec<u8>> {
         Some(match page {
             ERROR_INFORMATION => self.error_information(),
             HEALTH => self.health(stats, health),
             FIRMWARE_SLOT => firmware_slot(),
             // The namespace never changes.
             CHANGED_NAMESPACES => vec![0; 4096],
-            COMMAND_EFFECTS => command_effects(),
+            COMMAND_EFFECTS => command_effects(doorbell_buffer),
             _ => return None,
         })
     }
@@ -149,7 +155,7 @@ fn firmware_slot() -> Vec<u8> {
 }
 
 /// Figure 201: supported commands, and whether they change logical block content.
-fn command_effects() -> Vec<u8> {
+fn command_effects(doorbell_buffer: bool) -> Vec<u8> {
     const SUPPORTED: u32 = 1;
     const CHANGES_CONTENT: u32 = 1 << 1;
     const ALONE: u32 = 1 << 16;
@@ -168,9 +174,11 @@ fn command_effects() -> Vec<u8> {
         admin::SET_FEATURES,
         admin::GET_FEATURES,
         admin::ASYNC_EVENT_REQUEST,
-        admin::DOORBELL_BUFFER_CONFIG,
     ] {
         put(opcode.into(), SUPPORTED);
+    }
+    if doorbell_buffer {
+        put(admin::DOORBELL_BUFFER_CONFIG.into(), SUPPORTED);
     }
     put(
         admin::FORMAT_NVM.into(),

@@ -5,7 +5,7 @@ use farside_pci::regs::{EXP_DEVCAP, EXP_DEVCAP2, EXP_LNKCAP, INTERRUPT_PIN};
 use farside_pci::{Bar, BarKind, ConfigImage, Description, SparseMmapArea};
 
 use super::cmb;
-use super::registers::{BAR_SIZE, MSIX_PBA, MSIX_TABLE};
+use super::registers::{BAR_SIZE, DOORBELLS, MSIX_PBA, MSIX_TABLE};
 
 /// Vendor id of the range for virtual devices.
 ///
@@ -23,15 +23,23 @@ const EXPRESS: usize = 0x50;
 /// Mass storage, non-volatile memory, NVM Express.
 const CLASS: u32 = 0x01_08_02;
 
-/// The function's description, with `vectors` MSI-X vectors and a controller memory buffer of `cmb` bytes.
-pub fn description(vectors: u16, cmb: Option<u64>, summary: String) -> Description {
+/// The function's description, with `vectors` MSI-X vectors, a controller memory buffer of `cmb` bytes, and doorbells that
+/// the guest can map if they are `mapped`.
+pub fn description(vectors: u16, cmb: Option<u64>, mapped: bool, summary: String) -> Description {
     const PAYLOAD_256: u32 = 1;
     const ASPM_COMPLIANT: u32 = 1 << 22;
     const COMPLETION_TIMEOUT_DISABLE: u32 = 1 << 4;
 
     let mut bars = [const { None }; 6];
     let prefetchable = false;
-    bars[0] = Some(Bar::new(BAR_SIZE, BarKind::Memory64 { prefetchable }));
+    let doorbells = SparseMmapArea {
+        offset: DOORBELLS,
+        len: MSIX_TABLE - DOORBELLS,
+    };
+    bars[0] = Some(Bar {
+        mappable: if mapped { vec![doorbells] } else { Vec::new() },
+        ..Bar::new(BAR_SIZE, BarKind::Memory64 { prefetchable })
+    });
     bars[cmb::BAR] = cmb.map(|size| Bar {
         mappable: vec![SparseMmapArea {
             offset: 0,

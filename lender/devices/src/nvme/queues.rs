@@ -11,7 +11,7 @@ use farside_fabric::{Access, Fault, Iova};
 
 use super::{
     command::{CQE_SIZE, Command, Completion, SQE_SIZE},
-    doorbells::{Doorbell, DoorbellBuffer, Shadow},
+    doorbells::{Doorbell, DoorbellBuffer, MappedDoorbells, Shadow},
     ring::GuestRange,
     saved::Saved,
     status::Status,
@@ -187,6 +187,8 @@ pub struct Queues {
     /// Existing completion queues.
     active_cqs: Vec<u16>,
     buffer: Option<DoorbellBuffer>,
+    /// Of a borrowed controller whose doorbells are mapped.
+    mapped: Option<MappedDoorbells>,
     errors: Vec<DoorbellError>,
     shadow_polls: u64,
     line: bool,
@@ -206,6 +208,7 @@ impl Queues {
             active: Vec::with_capacity(count),
             active_cqs: Vec::with_capacity(count),
             buffer: None,
+            mapped: None,
             errors: Vec::new(),
             shadow_polls: 0,
             line: false,
@@ -259,7 +262,7 @@ impl Queues {
         self.active.len()
     }
 
-    /// Loads of shadow doorbells since power-on.
+    /// Loads of doorbells in memory since power-on.
     pub fn shadow_polls(&self) -> u64 {
         self.shadow_polls
     }
@@ -274,6 +277,8 @@ impl Queues {
         cq.users = 1;
         self.state.new_sq(0);
         self.state.new_cq(0);
+        self.clear_doorbell(Doorbell::SubmissionTail(0));
+        self.clear_doorbell(Doorbell::CompletionHead(0));
         self.sqs[0] = Some(sq);
         self.cqs[0] = Some(cq);
         self.active_cqs.push(0);
@@ -320,6 +325,7 @@ impl Queues {
             // so that the value is not mistaken for the stale one.
             buffer.publish(dma, doorbell, &mut cq.shadow, 0)?;
         }
+        self.clear_doorbell(Doorbell::CompletionHead(id));
         self.state.new_cq(id);
         self.cqs[usize::from(id)] = Some(cq);
         self.active_cqs.push(id);
@@ -339,6 +345,7 @@ impl Queues {
         if let Some(cq) = &mut self.cqs[usize::from(sq.cq)] {
             cq.users += 1;
         }
+        self.clear_doorbell(Doorbell::SubmissionTail(id));
         self.state.new_sq(id);
         self.sqs[usize::from(id)] = Some(sq);
         self.active.push(id);
@@ -532,7 +539,7 @@ impl Queues {
 
     /// Loads the shadow head doorbells of the queues that assert the INTx line.
     pub fn refresh_asserting(&mut self, dma: &mut dyn Dma, mask: u32) -> Result<(), Fault> {
-        if !self.line || self.buffer.is_none() {
+        if !self.line || self.buffer.is_none() && self.mapped.is_none() {
             return Ok(());
         }
         for index in 0..self.active_cqs.len() {

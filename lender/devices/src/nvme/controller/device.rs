@@ -70,10 +70,11 @@ impl Device for Nvme {
         });
     }
 
-    /// Only the controller memory buffer's BAR has a sparse mmap area.
-    fn set_bar_memory(&mut self, _bar: u8, _area: usize, memory: Option<HostSlice>) {
-        if let Some(cmb) = &mut self.cmb {
-            cmb.set_memory(memory);
+    fn set_bar_memory(&mut self, bar: u8, _area: usize, memory: Option<HostSlice>) {
+        match (bar, &mut self.cmb) {
+            (0, _) => self.queues.set_mapped(memory),
+            (_, Some(cmb)) => cmb.set_memory(memory),
+            _ => {}
         }
     }
 
@@ -88,6 +89,10 @@ impl Device for Nvme {
             false
         });
         !pending && !self.block.is_busy()
+    }
+
+    fn is_polled(&self) -> bool {
+        self.queues.are_mapped() && self.registers.csts.ready
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -3,15 +3,32 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use farside_fabric::Fault;
+use farside_fabric::{Fault, memory::HostSlice};
 
 use super::{DoorbellError, Queues, distance};
 use crate::{
     Dma,
-    nvme::doorbells::{Doorbell, DoorbellBuffer, Shadow},
+    nvme::doorbells::{Doorbell, DoorbellBuffer, MappedDoorbells, Shadow},
 };
 
 impl Queues {
+    /// Sets the memory of the doorbells, which the guest writes to without a trap.
+    pub fn set_mapped(&mut self, memory: Option<HostSlice>) {
+        self.mapped = memory.map(MappedDoorbells);
+    }
+
+    /// Whether the guest rings without a trap or any other notification.
+    pub fn are_mapped(&self) -> bool {
+        self.mapped.is_some()
+    }
+
+    /// What the guest has written for an earlier queue of the number is not the new queue's.
+    pub(super) fn clear_doorbell(&self, doorbell: Doorbell) {
+        if let Some(mapped) = &self.mapped {
+            mapped.store(doorbell, 0);
+        }
+    }
+
     /// Enables shadow doorbells for all I/O queues. Existing queues may already be in use
     /// through their registers.
     pub fn set_buffer(
@@ -43,6 +60,10 @@ impl Queues {
 
     /// Handles a write to a doorbell register.
     pub fn ring(&mut self, dma: &mut dyn Dma, doorbell: Doorbell, value: u32) -> Result<(), Fault> {
+        if let Some(mapped) = &self.mapped {
+            // A client may trap what it could map.
+            mapped.store(doorbell, value);
+        }
         // If it does not count, the value in memory is at least as recent.
         let counts = |buffer: &Option<DoorbellBuffer>, id: u16, shadow: &Shadow| {
             let buffer = buffer.as_ref().filter(|_| id != 0);
@@ -104,20 +125,20 @@ impl Queues {
         self.errors.pop()
     }
 
-    /// Loads the shadow tail of an I/O submission queue and keeps the event index behind
-    /// it, so that the guest does not ring while the controller polls.
+    /// Loads the tail of a submission queue from memory, if it is there. Of a shadow doorbell it keeps the event
+    /// index behind the tail, so that the guest does not ring while the controller polls.
     pub fn refresh_tail(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
-        let (Some(buffer), Some(Some(sq))) =
-            (self.buffer.as_mut(), self.sqs.get_mut(usize::from(id)))
-        else {
+        let Some(Some(sq)) = self.sqs.get_mut(usize::from(id)) else {
             return Ok(());
         };
-        if id == 0 {
-            return Ok(());
-        }
-        self.shadow_polls += 1;
         let doorbell = Doorbell::SubmissionTail(id);
-        if let Some(value) = buffer.observe(dma, doorbell, &mut sq.shadow)?
+        let observed = match (&self.mapped, &mut self.buffer) {
+            (Some(mapped), _) => mapped.load(doorbell),
+            (None, Some(buffer)) if id != 0 => buffer.observe(dma, doorbell, &mut sq.shadow)?,
+            _ => return Ok(()),
+        };
+        self.shadow_polls += 1;
+        if let Some(value) = observed
             && value != u32::from(sq.tail)
         {
             match sq.set_tail(value) {
@@ -129,6 +150,9 @@ impl Queues {
                 Err(_) => {}
             }
         }
+        let Some(buffer) = &mut self.buffer else {
+            return Ok(());
+        };
         // The value just behind the tail is the last that the guest's tail reaches.
         // Updated once per half ring, so that the cache line mostly stays with the guest.
         let stale = match sq.shadow.published() {
@@ -146,18 +170,19 @@ impl Queues {
         Ok(())
     }
 
-    /// Loads the shadow head of a completion queue.
+    /// Loads the head of a completion queue from memory, if it is there.
     pub(super) fn refresh_head(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
-        let (Some(buffer), Some(Some(cq))) =
-            (self.buffer.as_mut(), self.cqs.get_mut(usize::from(id)))
-        else {
+        let Some(Some(cq)) = self.cqs.get_mut(usize::from(id)) else {
             return Ok(());
         };
-        if id == 0 {
-            return Ok(());
-        }
+        let doorbell = Doorbell::CompletionHead(id);
+        let observed = match (&self.mapped, &mut self.buffer) {
+            (Some(mapped), _) => mapped.load(doorbell),
+            (None, Some(buffer)) if id != 0 => buffer.observe(dma, doorbell, &mut cq.shadow)?,
+            _ => return Ok(()),
+        };
         self.shadow_polls += 1;
-        if let Some(value) = buffer.observe(dma, Doorbell::CompletionHead(id), &mut cq.shadow)?
+        if let Some(value) = observed
             && value != u32::from(cq.head)
         {
             match cq.set_head(value) {

@@ -13,6 +13,7 @@ mod faults;
 mod hostile;
 mod io;
 mod life;
+mod mapped;
 mod medium;
 pub(crate) mod random;
 mod recovery;

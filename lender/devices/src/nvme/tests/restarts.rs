@@ -66,6 +66,7 @@ impl Driver {
         self.kills += 1;
         self.irq.line = false;
         self.nvme = self.open();
+        self.nvme.set_bar_memory(0, 0, self.mapped.clone());
         if let Some(watch) = &self.watch {
             watch.restarted(&self.posted());
         }

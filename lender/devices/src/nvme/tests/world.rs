@@ -5,6 +5,7 @@ use std::{
     os::unix::fs::FileExt,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     path::PathBuf,
+    sync::atomic::{Ordering, fence},
     time::{Duration, Instant},
 };
 
@@ -78,6 +79,8 @@ pub struct Driver {
     pub shadow: Option<(u64, u64)>,
     /// Whether doorbells are also written to that memory before Doorbell Buffer Config.
     pub mirror_doorbells: bool,
+    /// The page of the doorbells, of a controller that has them mapped.
+    pub mapped: Option<HostSlice>,
     /// Writes to doorbell registers.
     pub rings: u64,
     pub image: PathBuf,
@@ -139,6 +142,7 @@ impl Driver {
             pairs: Vec::new(),
             shadow: None,
             mirror_doorbells: false,
+            mapped: None,
             rings: 0,
             image: path,
             _directory: directory,
@@ -231,7 +235,9 @@ impl Driver {
                 if done(self) {
                     return;
                 }
-                self.sleep();
+                if !self.nvme.is_polled() {
+                    self.sleep();
+                }
             }
         }
     }
@@ -274,13 +280,17 @@ impl Driver {
     }
 
     pub fn doorbell(&mut self, index: u64, value: u16) {
+        if let Some(page) = &self.mapped {
+            let at = index as usize * 4;
+            return page.store_u32(at, value.into(), Ordering::Release).unwrap();
+        }
         if let Some((values, events)) = self.shadow
             && index >= 2
         {
             let old = self.memory.get_u32(values + index * 4) as u16;
             self.memory
                 .put(values + index * 4, &u32::from(value).to_le_bytes());
-            std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+            fence(Ordering::SeqCst);
             let event = self.memory.get_u32(events + index * 4) as u16;
             // As Linux and SPDK determine whether the write passed the event index: by the
             // old value in memory. Where a queue was in use before, a zero written over
