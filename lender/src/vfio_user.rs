@@ -18,6 +18,7 @@
 //! the next worker with the connection: it drops a reply that the former one did not take, and sets up again what has
 //! changed since ([`record`]).
 
+mod bars;
 mod leased;
 mod record;
 mod server;
@@ -293,7 +294,7 @@ impl WorkerServer {
             described,
         } = config;
         let opened = match adopts {
-            true => Server::adopt(socket, limits, &path)
+            true => Server::adopt(socket, limits, &path, &described)
                 .map_err(|error| chains::ended(id, vm, &error.message))?,
             false => Server::open(Client::resume(socket, limits), &path, &described)?,
         };

@@ -13,7 +13,7 @@ use farside_fabric::{FabricError, Iova, memory::HostSlice};
 use farside_irq_relay::{Action, IrqCounts, IrqData, IrqIndex, IrqRange, SetIrqs};
 use farside_lender_protocol::{Described, RemoteError};
 use farside_pci::{
-    ConfigImage,
+    Bar, ConfigImage,
     regs::{
         CAP_ID_MSI, CAP_ID_MSIX, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY, MSI_FLAGS,
         MSI_FLAGS_ENABLE, MSIX_FLAGS, MSIX_FLAGS_ENABLE,
@@ -22,7 +22,7 @@ use farside_pci::{
 use farside_vfio_user_client::{CONFIG_REGION, Client, ClientError, Limits, Memory};
 
 use super::{
-    Device, Files,
+    Device, Files, bars,
     record::{Inherited, Record, State},
 };
 use crate::{
@@ -36,6 +36,8 @@ pub(super) struct Server {
     counts: IrqCounts,
     /// The enable bits of MSI and MSI-X in configuration space: index, offset, bit.
     enables: Vec<(IrqIndex, u64, u16)>,
+    /// Where its BARs are placed: offsets and values of doublewords in configuration space.
+    places: Vec<(u64, u32)>,
     /// For waiting.
     socket: OwnedFd,
     connection: Mutex<Connection>,
@@ -177,7 +179,8 @@ impl Server {
         if now.description != described.description {
             return Err(named(&"its device has changed; restart the lender"));
         }
-        let opened = Self::with_device(client, path, device).map_err(|error| named(&error))?;
+        let opened = Self::with_device(client, path, &described.description.bars, device)
+            .map_err(|error| named(&error))?;
         opened.0.decode()?;
         Ok(opened)
     }
@@ -187,21 +190,24 @@ impl Server {
         socket: OwnedFd,
         limits: Limits,
         path: &Path,
+        described: &Described,
     ) -> Result<(Arc<Self>, Files), RemoteError> {
         let mut client = Client::adopt(socket, limits).map_err(internal)?;
         let device = Device::read(&mut client).map_err(internal)?;
-        Self::with_device(client, path, device).map_err(internal)
+        Self::with_device(client, path, &described.description.bars, device).map_err(internal)
     }
 
     fn with_device(
         client: Client,
         path: &Path,
+        bars: &[Option<Bar>; 6],
         device: Device,
     ) -> std::io::Result<(Arc<Self>, Files)> {
         let server = Self {
             path: path.to_owned(),
             counts: device.counts,
             enables: enable_bits(&device.config),
+            places: bars::places(bars),
             socket: client.as_fd().try_clone_to_owned()?,
             connection: Mutex::new(Connection {
                 client,
@@ -283,6 +289,9 @@ impl Server {
 
     /// Has the device answer at its BARs, without DMA. The guest's command register is the backend's.
     fn decode(&self) -> Result<(), RemoteError> {
+        for &(at, value) in &self.places {
+            self.unless_refused(self.config_write(at, &value.to_le_bytes()))?;
+        }
         self.set_command(COMMAND_MEMORY | COMMAND_IO, COMMAND_MASTER)
     }
 
@@ -390,12 +399,28 @@ impl Server {
             return Ok(());
         };
         let (set, clear) = if enable { (bit, 0) } else { (0, bit) };
-        match self.change_config(at, set, clear) {
+        self.unless_refused(self.change_config(at, set, clear))
+    }
+
+    /// Unmasks the first `vectors` of MSI-X: masks are the borrower's. QEMU's server has a table of its own, whose vectors are
+    /// masked after a reset, and takes the end of a range for its length (10.2), so the range begins with vector 0.
+    fn unmask(&self, vectors: u16) -> Result<(), RemoteError> {
+        let range = IrqRange::new(&self.counts, IrqIndex::Msix as u32, 0, vectors.into());
+        let request = range
+            .and_then(|range| SetIrqs::new(range, Action::Unmask, IrqData::None))
+            .map_err(internal)?;
+        let unmasked = self.with(|client, _| client.set_irqs(&request));
+        self.unless_refused(unmasked.map_err(internal))
+    }
+
+    /// What a server refuses it does not need.
+    fn unless_refused(&self, done: Result<(), RemoteError>) -> Result<(), RemoteError> {
+        match done {
             Err(error) if !self.has_ended() => {
-                log::debug!("{}: {index:?} is not enabled: {error}", self.place());
+                log::debug!("{}: {error}", self.place());
                 Ok(())
             }
-            changed => changed,
+            done => done,
         }
     }
 
@@ -479,6 +504,9 @@ impl Raises for Server {
             && targets
         {
             left.set_up_again(range);
+        }
+        if targets && range.index() == IrqIndex::Msix {
+            self.unmask(range.vectors().end)?;
         }
         let disables = request.action() == Action::Trigger && range.count() == 0;
         match targets || disables {

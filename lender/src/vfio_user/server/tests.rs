@@ -8,6 +8,7 @@ use std::{
 
 use farside_fabric::memory::SharedMemory;
 use farside_lender_protocol::STATE_PAGE;
+use farside_pci::{BarKind, regs::COMMAND};
 
 use super::*;
 
@@ -21,6 +22,7 @@ const DMA_UNMAP: u16 = 3;
 const SET_IRQS: u16 = 8;
 const REGION_READ: u16 = 9;
 const REGION_WRITE: u16 = 10;
+const RESET: u16 = 13;
 
 /// Message Control of MSI-X, in [`config`].
 const CONTROL: u64 = 0x42;
@@ -46,13 +48,22 @@ fn server(refuses: impl Fn(Seen) -> bool + Send + 'static) -> (Server, mpsc::Rec
         files: [const { None }; 6],
     };
     let client = Client::resume(socket.into(), limits);
-    let (server, _) = Server::with_device(client, Path::new("/run/device"), device).unwrap();
+    let path = Path::new("/run/device");
+    let (server, _) = Server::with_device(client, path, &bars(), device).unwrap();
     (Arc::into_inner(server).unwrap(), seen)
+}
+
+/// A BAR of 64-bit memory.
+fn bars() -> [Option<Bar>; 6] {
+    let mut bars = [const { None }; 6];
+    let prefetchable = false;
+    bars[0] = Some(Bar::new(0x4000, BarKind::Memory64 { prefetchable }));
+    bars
 }
 
 /// A configuration space with MSI-X.
 fn config() -> Vec<u8> {
-    let mut image = ConfigImage::endpoint(0x1234, 0x5678, 0, &[const { None }; 6]);
+    let mut image = ConfigImage::endpoint(0x1234, 0x5678, 0, &bars());
     image.add_msix(0x40, 4, 0, 0, 0x800);
     image.to_vec()
 }
@@ -73,6 +84,7 @@ fn answer(mut peer: UnixStream, seen: &mpsc::Sender<Seen>, refuses: impl Fn(Seen
         let of = match command {
             DMA_MAP => u32_at(&payload, 16),
             REGION_READ | REGION_WRITE => u32_at(&payload, 0),
+            RESET => 0,
             _ => u32_at(&payload, 8),
         };
         let request = (command, of.into());
@@ -204,6 +216,8 @@ fn interrupts_that_are_set_up_again_stay_and_are_signalled_once() {
     let expected = [
         // Before it would take away what was set up.
         (SET_IRQS, IrqIndex::Intx as u64),
+        // Set up, and unmasked.
+        (SET_IRQS, IrqIndex::Msix as u64),
         (SET_IRQS, IrqIndex::Msix as u64),
         (REGION_READ, CONTROL),
         (REGION_WRITE, CONTROL),
@@ -224,6 +238,27 @@ fn a_server_may_refuse_that_messages_are_enabled() {
     let (server, seen) = server(|seen| seen == (REGION_WRITE, CONTROL));
     server.set_irqs(&set_up()).unwrap();
     assert_eq!(seen.try_iter().last(), Some((REGION_WRITE, CONTROL)));
+}
+
+#[test]
+fn a_reset_device_has_places_for_its_bars_before_it_decodes_them() {
+    const BASE_ADDRESS: [u64; 2] = [0x10, 0x14];
+    let (server, seen) = server(|(command, at)| command == REGION_WRITE && at == BASE_ADDRESS[0]);
+    server.reset().unwrap();
+    let writes = seen.try_iter().filter(|(of, _)| *of == REGION_WRITE);
+    let places: Vec<_> = writes.map(|(_, at)| at).collect();
+    assert_eq!(places, [BASE_ADDRESS[0], BASE_ADDRESS[1], COMMAND as u64]);
+    let mut register = [0; 4];
+    server.config_read(BASE_ADDRESS[1], &mut register).unwrap();
+    assert_ne!(u32::from_le_bytes(register), 0, "though one was refused");
+}
+
+#[test]
+fn vectors_that_are_set_up_are_unmasked() {
+    let (server, seen) = server(|_| false);
+    server.set_irqs(&set_up()).unwrap();
+    let requests = seen.try_iter().filter(|(of, _)| *of == SET_IRQS);
+    assert_eq!(requests.count(), 2);
 }
 
 #[test]

@@ -1,6 +1,5 @@
-//! With SPDK: a controller of its NVMe-oF target, over vfio-user, is lent to a guest with Linux's driver; and its driver
-//! uses a model without a VM. Debian has no package of SPDK: the tests run where `FARSIDE_SPDK` names the directory of its
-//! build (`nvmf_tgt` is in `build/bin`), configured with `--with-vfio-user`.
+//! SPDK. Debian has no package of it: the tests run where `FARSIDE_SPDK` names the directory of its build (`nvmf_tgt` is in
+//! `build/bin`), configured with `--with-vfio-user`.
 
 use std::{
     path::Path,
@@ -10,48 +9,30 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use farside_testbed::die_with_us;
-use farside_tests::{
-    BOOT, BorrowState, Cluster, Daemon, Guest, MIB, SHORT, Weight, Width, noise, sha256, told,
-    trial,
-};
-use libtest_mimic::{Arguments, Completion, Failed};
-use rustix::process::{Signal, kill_process};
+use farside_tests::{BorrowState, Cluster, Daemon, MIB};
+use libtest_mimic::{Completion, Failed};
 use serde_json::{Value, json};
 
-const BUILD: &str = "FARSIDE_SPDK";
+use super::{kill_worker, run_with, used_by_two_vms};
 
-const DISK: &str = "/dev/nvme0n1";
+const BUILD: &str = "FARSIDE_SPDK";
 
 /// Its start takes as long as its memory takes to be cleared.
 const START: Duration = Duration::from_secs(60);
 
-fn main() {
-    env_logger::init();
-    let trials = vec![
-        trial("a_controller_of_spdk_is_lent", Weight::Guests, || {
-            run(a_controller_of_spdk_is_lent)
-        }),
-        trial("spdks_driver_uses_a_model", Weight::Guests, || {
-            run(spdks_driver_uses_a_model)
-        }),
-        trial(
-            "spdks_compliance_tests_miss_optional_features_only",
-            Weight::Guests,
-            compliance,
-        ),
-    ];
-    libtest_mimic::run(&Arguments::from_args(), trials).exit();
+fn run(test: fn(&Cluster, &Path) -> Result<()>) -> Result<Completion, Failed> {
+    let what = "the directory of a build of SPDK with vfio-user";
+    run_with(BUILD, what, test)
 }
 
-fn run(test: fn(&Cluster, &Path) -> Result<()>) -> Result<Completion, Failed> {
-    let Some(build) = std::env::var_os(BUILD) else {
-        return Ok(Completion::ignored_with(format!(
-            "{BUILD} does not name the directory of a build of SPDK with vfio-user"
-        )));
-    };
-    let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
-    told(|| test(&cluster, Path::new(&build)), || cluster.story())?;
-    Ok(Completion::Completed)
+/// A controller of its target is lent to guests.
+pub fn a_controller_of_spdk_is_lent() -> Result<Completion, Failed> {
+    run(lend)
+}
+
+/// Its driver uses a model without a VM: `identify`, and `perf` with reads and writes while processes are killed.
+pub fn spdks_driver_uses_a_model() -> Result<Completion, Failed> {
+    run(drive)
 }
 
 /// What SPDK's target is to have: a disk of 64 MiB, at the socket `cntrl` in `directory`.
@@ -104,91 +85,11 @@ fn target(cluster: &Cluster, build: &Path, socket: &Path) -> Result<Daemon> {
     Ok(server)
 }
 
-fn a_controller_of_spdk_is_lent(cluster: &Cluster, build: &Path) -> Result<()> {
+fn lend(cluster: &Cluster, build: &Path) -> Result<()> {
     let socket = cluster.directory().join("spdk/cntrl");
     let mut server = target(cluster, build, &socket)?;
-    let used = used_by_two_vms(cluster, &socket, &mut server);
+    let used = used_by_two_vms(cluster, &socket, "SPDK", &mut server, |_| Ok(()));
     used.with_context(|| format!("nvmf_tgt: {}", server.log()))
-}
-
-fn used_by_two_vms(cluster: &Cluster, socket: &Path, server: &mut Daemon) -> Result<()> {
-    let argument = format!("disk0={}", socket.display());
-    let lender = cluster.lend(&["--vfio-user", &argument])?;
-    let _backend = cluster.serve("a", &["disk0"]).start()?;
-    let guest = cluster.guest("a").whole().cpus(2).boot()?;
-    guest.wait_disk()?;
-    let model = guest.sh("cat /sys/class/nvme/nvme0/model")?;
-    ensure!(model.starts_with("SPDK"), "{model}");
-    cluster.wait_state("a", "disk0", BorrowState::Ready)?;
-    write_and_read(&guest, 1)?;
-    verify(&guest, "--loops=1")?;
-
-    // Its driver resets the controller, and the guest reboots.
-    guest.sh("nvme reset /dev/nvme0")?;
-    guest.wait_disk()?;
-    write_and_read(&guest, 2)?;
-    guest.reboot(BOOT)?;
-    guest.wait_disk()?;
-    write_and_read(&guest, 3)?;
-
-    // SPDK goes on with the VM's memory and eventfds, whoever has handed them over.
-    let load = guest.exec_start(&fio("--time_based --runtime=10"), BOOT)?;
-    for kill in 1..=3 {
-        std::thread::sleep(Duration::from_secs(2));
-        let workers = lender.workers();
-        let [worker] = workers[..] else {
-            anyhow::bail!("{} workers", workers.len());
-        };
-        kill_process(worker, Signal::KILL)?;
-        cluster.wait_status("another worker", SHORT, |status| {
-            let connection = status.borrow("a", "disk0")?.connection;
-            Ok(connection.filter(|it| it.restarts == kill))
-        })?;
-    }
-    let output = load.wait()?;
-    ensure!(output.success(), "{output}");
-
-    // The next VM finds a controller that was reset.
-    guest.power_off()?;
-    cluster.wait_free("disk0")?;
-    let _other = cluster.serve("b", &["disk0"]).start()?;
-    let guest = cluster.guest("b").whole().boot()?;
-    guest.wait_disk()?;
-    write_and_read(&guest, 4)?;
-
-    // Without its server the device is gone: its registers read as all ones.
-    let bdf = guest.sh("basename $(readlink -f /sys/class/nvme/nvme0/device)")?;
-    server.kill()?;
-    let deadline = Instant::now() + SHORT;
-    while guest.config_read(&bdf, 0, Width::U16)? != 0xffff {
-        ensure!(Instant::now() < deadline, "{}", lender.log());
-        // No event comes to the test.
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    Ok(())
-}
-
-fn write_and_read(guest: &Guest<'_>, seed: u64) -> Result<()> {
-    let data = noise(seed, 2 * MIB as usize);
-    guest.write_file("/tmp/io", &data)?;
-    guest.sh(&format!("dd if=/tmp/io of={DISK} bs=128k oflag=direct"))?;
-    let back = guest.sh(&format!(
-        "dd if={DISK} bs=128k count=16 iflag=direct | sha256sum"
-    ))?;
-    ensure!(back.contains(&sha256(&data)), "read back: {back}");
-    Ok(())
-}
-
-fn fio(job: &str) -> String {
-    format!(
-        "fio --output-format=terse --name=verify --filename={DISK} --rw=randwrite --bsrange=4k-64k --size=16M \
-         --direct=1 --ioengine=libaio --iodepth=8 --verify=crc32c --verify_fatal=1 --verify_backlog=64 {job}"
-    )
-}
-
-fn verify(guest: &Guest<'_>, job: &str) -> Result<()> {
-    guest.sh_within(&fio(job), BOOT)?;
-    Ok(())
 }
 
 /// A model for clients of SPDK, and the backend that serves it to them.
@@ -212,8 +113,7 @@ fn client(cluster: &Cluster, build: &Path, program: &str) -> Command {
     command
 }
 
-/// `identify`, and `perf` with reads and writes while processes are killed.
-fn spdks_driver_uses_a_model(cluster: &Cluster, build: &Path) -> Result<()> {
+fn drive(cluster: &Cluster, build: &Path) -> Result<()> {
     let (lender, _keeper) = serve_model(cluster)?;
     let mut identify = client(cluster, build, "build/bin/spdk_nvme_identify");
     let output = identify.args(["--no-huge", "-d", "512"]).output()?;
@@ -231,15 +131,7 @@ fn spdks_driver_uses_a_model(cluster: &Cluster, build: &Path) -> Result<()> {
     cluster.wait_state("a", "disk0", BorrowState::Ready)?;
     for kill in 1..=3 {
         std::thread::sleep(Duration::from_secs(1));
-        let workers = lender.workers();
-        let [worker] = workers[..] else {
-            anyhow::bail!("{} workers", workers.len());
-        };
-        kill_process(worker, Signal::KILL)?;
-        cluster.wait_status("another worker", SHORT, |status| {
-            let connection = status.borrow("a", "disk0")?.connection;
-            Ok(connection.filter(|it| it.restarts == kill))
-        })?;
+        kill_worker(cluster, &lender, kill)?;
     }
     let output = perf.join().map_err(|_| anyhow::anyhow!("a panic"))??;
     let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
@@ -251,7 +143,7 @@ fn spdks_driver_uses_a_model(cluster: &Cluster, build: &Path) -> Result<()> {
 /// Pages of 2 MiB that the compliance tests need, which have no option to do without.
 const HUGE_PAGES: u64 = 160;
 
-fn compliance() -> Result<Completion, Failed> {
+pub fn spdks_compliance_tests_miss_optional_features_only() -> Result<Completion, Failed> {
     let meminfo = std::fs::read_to_string("/proc/meminfo")?;
     let free = meminfo
         .lines()
