@@ -14,7 +14,7 @@ use std::{
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use farside_daemon::{
     Activated, ActivationError, DeviceId, GroupError, ListenError, SocketGroup, VmName, Wakeup,
-    confine::ConfineError, raise_open_files,
+    confine::ConfineError, paths, raise_open_files,
 };
 use farside_discovery::Discovery;
 use farside_error_chain::Chain;
@@ -32,7 +32,7 @@ use crate::{
     lookup::Lookup,
     records::Past,
     served::{Served, ServedState},
-    sockets::{SocketLayout, SocketName, Sockets},
+    sockets::{SocketName, Sockets},
     status::StatusServer,
 };
 
@@ -80,7 +80,7 @@ pub struct Config {
     /// Group whose members may connect to the devices' sockets, in addition to this user.
     pub socket_group: Option<String>,
     /// The names of the devices' sockets.
-    pub layout: SocketLayout,
+    pub layout: paths::SocketLayout,
     /// Asks the guest to release a device that its lender takes back.
     pub release: Option<ReleaseHook>,
     /// What outlives this process, and what another one has left.
@@ -204,7 +204,12 @@ impl Backend {
         let group = group.transpose()?;
         let ntb = config.ntb.map(|bdf| HostEndpoint::open(bdf, VmShare::ALL));
         let ntb = ntb.transpose()?;
-        let directory = Directory::hold(&config.vm, &config.directory, config.helper.clone())?;
+        let directory = Directory::hold(
+            &config.vm,
+            &config.directory,
+            config.layout,
+            config.helper.clone(),
+        )?;
         if let Some(helper) = &config.helper {
             helper.configure(helper::Start::new(config))?;
             confine::give_up_privileges(config)?;

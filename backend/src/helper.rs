@@ -13,18 +13,18 @@ use std::{
     fs::File,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, Stdio},
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use farside_daemon::{DeviceId, OwnedListener, RateLimit, SocketGroup, VmName, Wakeup};
-use farside_discovery::{Discovery, Known};
+use farside_discovery::Known;
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
-    Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence, Instance,
-    MAX_REVOKE_LIMIT, RemoteError, Target, dial,
+    Address, CallError, Channel, ChannelError, Client, Dial, Fences, Greeted, HeldFence,
+    MAX_REVOKE_LIMIT, Target, dial,
 };
 use farside_pki::{CA_CERT, CA_CRL, Side};
 use rustix::{
@@ -32,17 +32,19 @@ use rustix::{
     io::Errno,
     net::getpeername,
 };
-use serde::{Deserialize, Serialize};
 
 use found::Found;
+use orders::{Answer, Order};
+pub(crate) use orders::{Removed, Start};
 use releases::Releases;
 
 use crate::{
-    Config,
-    sockets::{self, SocketLayout, SocketName},
+    links,
+    sockets::{self, SocketName},
 };
 
 mod found;
+mod orders;
 mod releases;
 
 /// Time limit for a message to be taken: neither process does anything else with the channel.
@@ -71,112 +73,6 @@ const FIND_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Maximum number of orders at a time; each has a thread.
 const MAX_ORDERS: usize = 64;
-
-/// What a helper needs to know of its VM: the first message.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Start {
-    pub(crate) vm: VmName,
-    pub(crate) lenders: Vec<Address>,
-    /// The directory of the VM's sockets.
-    pub(crate) directory: PathBuf,
-    pub(crate) socket_group: Option<String>,
-    pub(crate) layout: SocketLayout,
-    /// The directory of this host's certificates.
-    pub(crate) pki: PathBuf,
-    /// The file with the VM's fences.
-    pub(crate) fences: Option<PathBuf>,
-    /// How more lenders are found.
-    pub(crate) discovery: Option<Discovery>,
-}
-
-impl Start {
-    pub(crate) fn new(config: &Config) -> Self {
-        Self {
-            vm: config.vm.clone(),
-            lenders: config.lenders.clone(),
-            directory: config.directory.clone(),
-            socket_group: config.socket_group.clone(),
-            layout: config.layout,
-            pki: config.pki.clone(),
-            fences: config.fences.clone(),
-            discovery: config.discovery.clone(),
-        }
-    }
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-enum Order {
-    Start(Box<Start>),
-    /// To a lender at a UNIX socket.
-    Greet {
-        lender: PathBuf,
-        timeout: Duration,
-    },
-    /// To another lender.
-    Connect {
-        target: Target,
-        timeout: Duration,
-    },
-    Bind(SocketName),
-    /// A file in the directory of the certificates.
-    Certificate(String),
-    Fence(DeviceId),
-    /// The lenders that are found beside those in `Start`.
-    Lenders,
-    Release {
-        device: DeviceId,
-        limit: Duration,
-    },
-    RemoveDirectory,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-enum Answer {
-    /// With a descriptor.
-    Opened,
-    /// With the connection to the lender of this name, which knows the VM.
-    Welcome {
-        lender: String,
-        instance: Instance,
-    },
-    /// Of the lender, to Hello.
-    Refused(RemoteError),
-    /// The lender has not answered Hello.
-    Late,
-    Fence(Option<HeldFence>),
-    /// As in [`Known`].
-    Lenders {
-        now: Vec<Address>,
-        before: Vec<Address>,
-    },
-    Done,
-    Failed {
-        errno: Option<i32>,
-        text: String,
-    },
-}
-
-impl From<io::Error> for Answer {
-    fn from(error: io::Error) -> Self {
-        let late = error.kind() == io::ErrorKind::TimedOut;
-        let errno = late.then(|| Errno::TIMEDOUT.raw_os_error());
-        Self::Failed {
-            errno: error.raw_os_error().or(errno),
-            text: Chain(&error).to_string(),
-        }
-    }
-}
-
-impl From<CallError> for Answer {
-    fn from(error: CallError) -> Self {
-        match error {
-            CallError::Refused(error) => Self::Refused(error),
-            CallError::Late(_) => Self::Late,
-            CallError::Unreachable { source, .. } => source.into(),
-            other => io::Error::other(other).into(),
-        }
-    }
-}
 
 /// The backend's end.
 #[derive(Clone, Debug)]
@@ -269,13 +165,18 @@ impl Helper {
         }
     }
 
-    /// Removes the directory of the VM's sockets, if it is empty. Waits for a helper that is slow or
-    /// stopped no longer than the end of a backend may take.
-    pub(crate) fn remove_directory(&self) -> io::Result<()> {
+    /// Waits for a helper that is slow or stopped no longer than the end of a backend may take.
+    pub(crate) fn remove(&self, what: Removed) -> io::Result<()> {
         let (mut ours, theirs) = Channel::pair()?;
-        self.post(&Order::RemoveDirectory, &[theirs])?;
+        self.post(&Order::Remove(what), &[theirs])?;
         let answered = ours.receive::<Answer>(END_TIMEOUT);
         answered.map(drop).map_err(gone)
+    }
+
+    /// Links a device's socket for SPDK's clients.
+    pub(crate) fn link(&self, device: &DeviceId) -> io::Result<()> {
+        self.ask(&Order::Link(device.clone()), ANSWER_TIMEOUT)?;
+        Ok(())
     }
 
     fn open(&self, order: &Order, timeout: Duration) -> io::Result<OwnedFd> {
@@ -495,9 +396,13 @@ impl Server {
                 self.releases.run(&device, limit, release);
                 Ok(Answer::Done)
             }
-            Order::RemoveDirectory => {
-                sockets::remove_directory(&self.start.directory).map(|()| Answer::Done)
+            Order::Remove(Removed::Directory) => {
+                std::fs::remove_dir(&self.start.directory).map(|()| Answer::Done)
             }
+            Order::Remove(Removed::Links) => {
+                links::remove_all(&self.start.directory).map(|()| Answer::Done)
+            }
+            Order::Link(device) => self.link(&device).map(|()| Answer::Done),
             Order::Start(_) => Err(unexpected()),
         };
         // A release is not answered.
@@ -555,15 +460,18 @@ impl Server {
     }
 
     fn bind(&self, name: &SocketName) -> io::Result<OwnedListener> {
-        let Start {
-            directory,
-            socket_group,
-            layout,
-            ..
-        } = &self.start;
-        let group = socket_group.as_deref().map(SocketGroup::named);
-        let group = group.transpose().map_err(io::Error::other)?;
-        sockets::bind(directory, group.as_ref(), *layout, name).map_err(io::Error::other)
+        let group = self.group()?;
+        sockets::bind(&self.start.directory, group.as_ref(), name).map_err(io::Error::other)
+    }
+
+    fn link(&self, device: &DeviceId) -> io::Result<()> {
+        let group = self.group()?;
+        links::add(&self.start.directory, group.as_ref(), device).map_err(io::Error::other)
+    }
+
+    fn group(&self) -> io::Result<Option<SocketGroup>> {
+        let group = self.start.socket_group.as_deref().map(SocketGroup::named);
+        group.transpose().map_err(io::Error::other)
     }
 
     /// Opens a file of a client's certificates, and not the key of a CA beside them.

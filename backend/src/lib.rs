@@ -7,7 +7,7 @@
 //! - `borrow`: the state machine of a borrow, and its worker thread.
 //! - `device`: the requests to one device.
 //! - `confine`: the restrictions of this process; `helper`: the process that does the rest for it.
-//! - `directory`, `sockets`: the directory and sockets of the VM.
+//! - `directory`, `sockets`, `links`: the directory and sockets of the VM.
 //! - `records`: what outlives this process.
 //! - `lookup`, `served`: device lookup, and attaching and detaching devices.
 //! - `server`, `status`, `admin`, [`Backend`]: the subscribers of the event loop, and the loop
@@ -23,6 +23,7 @@ mod device;
 mod directory;
 mod dma_table;
 mod helper;
+mod links;
 mod lookup;
 mod peer_bars;
 mod records;
@@ -35,4 +36,3 @@ pub use backend::{Backend, Config, ReleaseHook, StartError};
 pub use farside_irq_relay::Interrupts;
 pub use helper::{Helper, serve_backend};
 pub use records::Past;
-pub use sockets::SocketLayout;

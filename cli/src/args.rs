@@ -328,14 +328,13 @@ pub(crate) struct Serve {
     #[arg(long, value_name = "GROUP")]
     pub(crate) socket_group: Option<String>,
     /// Names of the devices' sockets in the VM's directory.
-    #[arg(long, value_enum, default_value_t)]
-    pub(crate) layout: Layout,
+    #[arg(long, value_enum)]
+    pub(crate) layout: Option<Layout>,
 }
 
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Layout {
-    /// ID.sock.
-    #[default]
+    /// ID.sock [default].
     Plain,
     /// Also ID.spdk/cntrl, for clients of SPDK (traddr is the directory).
     Spdk,

@@ -8,10 +8,8 @@ use std::{
 };
 
 use anyhow::Context;
-use farside_backend::{
-    Backend, Config, Helper, Interrupts, Past, ReleaseHook, SocketLayout, serve_backend,
-};
-use farside_daemon::{Activated, VmName, Wakeup, paths, raise_open_files};
+use farside_backend::{Backend, Config, Helper, Interrupts, Past, ReleaseHook, serve_backend};
+use farside_daemon::{Activated, VmName, Wakeup, paths, paths::SocketLayout, raise_open_files};
 use farside_fabric::pin::PinPolicy;
 use farside_keeper::{Former, Options};
 use farside_vm_config::{DeviceConfig, HostConfig, VmConfig};
@@ -156,8 +154,9 @@ fn serve(args: Serve, activated: Activated, past: Past) -> anyhow::Result<()> {
         lost_after: Duration::from_secs(args.lost_after.or(file.lost_after).unwrap_or(LOST_AFTER)),
         socket_group: args.socket_group.or(file.socket_group),
         layout: match args.layout {
-            Layout::Plain => SocketLayout::Plain,
-            Layout::Spdk => SocketLayout::Spdk,
+            Some(Layout::Plain) => SocketLayout::Plain,
+            Some(Layout::Spdk) => SocketLayout::Spdk,
+            None => file.layout.unwrap_or_default(),
         },
         release: Some(release),
         past,

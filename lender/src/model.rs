@@ -271,7 +271,7 @@ impl LeasedDevice for LeasedModel {
     }
 
     fn is_polled(&self) -> bool {
-        self.model.device.is_polled()
+        self.path.bus_master() && self.model.device.is_polled()
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -12,6 +12,7 @@ use std::{
 use farside_devices::state;
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_lender_protocol::{BarOwner, Described, STATE_PAGE};
+use farside_pci::SparseMmapArea;
 use farside_vfio_user::{Mappable, SparseArea};
 
 use crate::borrow::bars::BarFile;
@@ -58,6 +59,8 @@ const MOST_STATE: u64 = 16 << 20;
 struct Bar {
     areas: Vec<SparseArea>,
     memory: Option<BarFile>,
+    /// Each area, of a BAR whose memory was allocated here.
+    mapped: Vec<HostSlice>,
 }
 
 impl Bars {
@@ -99,9 +102,14 @@ impl Bars {
                 offset: area.offset,
                 size: area.len,
             });
+            let mapped = match &memory {
+                Some(memory) => map_areas(&memory.file, &bar.mappable)?,
+                None => Vec::new(),
+            };
             *slot = Some(Bar {
                 areas: areas.collect(),
                 memory,
+                mapped,
             });
         }
         Ok(Self {
@@ -174,6 +182,18 @@ impl Bars {
         (self.owner == BarOwner::Borrower).then_some((memory, &bar.areas))
     }
 
+    /// The memory behind a part of an area of a BAR whose memory was allocated here. An access that traps is served from
+    /// it, since a client may trap what it could map, and may have mapped it meanwhile: the device could not tell which
+    /// of two writes was the last.
+    pub(crate) fn shared(&self, bar: u8, offset: u64, len: usize) -> Option<HostSlice> {
+        let bar = self.bars.get(usize::from(bar))?.as_ref()?;
+        let mut areas = bar.areas.iter().zip(&bar.mapped);
+        areas.find_map(|(area, memory)| {
+            let skip = offset.checked_sub(area.offset)?;
+            memory.slice(usize::try_from(skip).ok()?, len)
+        })
+    }
+
     /// The mmap-able memory of a BAR.
     pub(crate) fn mappable(&self, bar: u8) -> Option<Mappable<'_>> {
         let bar = self.bars.get(usize::from(bar))?.as_ref()?;
@@ -186,9 +206,20 @@ impl Bars {
     }
 }
 
+fn map_areas(file: &OwnedFd, areas: &[SparseMmapArea]) -> std::io::Result<Vec<HostSlice>> {
+    let map = |area: &SparseMmapArea| {
+        let len = usize::try_from(area.len).map_err(std::io::Error::other)?;
+        let memory = SharedMemory::map(file.try_clone()?, area.offset, len, true)?;
+        memory
+            .slice(0, len)
+            .ok_or_else(|| std::io::Error::other("an area of a BAR beyond its memory"))
+    };
+    areas.iter().map(map).collect()
+}
+
 #[cfg(test)]
 mod tests {
-    use farside_pci::{Bar as PciBar, BarKind, Description, SparseMmapArea};
+    use farside_pci::{Bar as PciBar, BarKind, Description};
 
     use super::*;
 
@@ -221,5 +252,31 @@ mod tests {
         assert_eq!(Bars::new(&of_size(MOST_BAR)).unwrap().files().len(), 1);
         let error = Bars::new(&of_size(2 * MOST_BAR)).err().expect("a refusal");
         assert!(error.to_string().contains("2147483648 bytes: up to"));
+    }
+
+    #[test]
+    fn an_access_within_an_area_finds_its_memory() {
+        let mut described = of_size(0x4000);
+        let bar = described.description.bars[2].as_mut().unwrap();
+        (bar.mappable[0].offset, bar.mappable[0].len) = (0x1000, 0x1000);
+        let bars = Bars::new(&described).unwrap();
+        bars.shared(2, 0x1ffc, 4).unwrap().write(b"last");
+        let mut found = [0; 4];
+        let file = &bars.files()[0];
+        rustix::io::pread(file, &mut found, 0x1ffc).unwrap();
+        assert_eq!(&found, b"last");
+        for (bar, offset, len) in [
+            (2, 0xffc, 8),
+            (2, 0x1ffd, 4),
+            (2, 0, 4),
+            (2, u64::MAX, 1),
+            (0, 0x1000, 4),
+            (9, 0x1000, 4),
+        ] {
+            assert!(
+                bars.shared(bar, offset, len).is_none(),
+                "{bar}: {offset:#x}"
+            );
+        }
     }
 }

@@ -41,7 +41,15 @@ impl Device {
                 }
                 None
             }
-            Region::Bar(bar) => self.in_bar(bar, offset, count).then_some(bar),
+            Region::Bar(bar) => match self.bars.shared(bar, offset, count) {
+                Some(memory) => {
+                    if self.is_present() {
+                        memory.read(&mut self.buffer);
+                    }
+                    None
+                }
+                None => self.in_bar(bar, offset, count).then_some(bar),
+            },
             Region::Rom => {
                 let offset = usize::try_from(offset).unwrap_or(usize::MAX);
                 let rest = self.rom.get(offset..).filter(|_| self.is_present());
@@ -80,6 +88,9 @@ impl Device {
             count,
         };
         let finish = Finish::Always(reply);
+        if self.write_shared(&write) {
+            return Answer::Reply(reply);
+        }
         if let (Region::Bar(bar), Some(channel)) = (region, &mut self.registers) {
             // The common case: no task and no copy.
             if !in_bar(&self.described.description, bar, offset, data.len()) {
@@ -102,6 +113,20 @@ impl Device {
             Ok(tasks) => self.hold(to, finish, tasks),
             Err(errno) => Answer::Error(errno),
         }
+    }
+
+    /// Writes to memory behind a BAR. Returns whether that was all.
+    fn write_shared(&self, write: &RegionWrite<'_>) -> bool {
+        let Region::Bar(bar) = write.region else {
+            return false;
+        };
+        let Some(memory) = self.bars.shared(bar, write.offset, write.data.len()) else {
+            return false;
+        };
+        if self.is_present() {
+            memory.write(write.data);
+        }
+        true
     }
 
     /// The tasks of a write.
@@ -296,6 +321,9 @@ impl Handler for Device {
                 let done = writes.len() as u64;
                 let mut tasks = Vec::new();
                 for write in writes.writes() {
+                    if self.write_shared(&write) {
+                        continue;
+                    }
                     match self.write_tasks(write.region, write.offset, write.data) {
                         Ok(more) => tasks.extend(more),
                         Err(errno) => return Answer::Error(errno),

@@ -7,7 +7,8 @@ use farside_lender::{
     config::{DeviceConfig, Model},
 };
 use farside_lender_protocol::{
-    Availability, Envelope, ErrorKind, Generation, Listener, Reply, Request, VERSION,
+    Availability, Envelope, ErrorKind, Generation, Instance, Listener, RemoteError, Reply, Request,
+    VERSION,
 };
 
 use super::*;
@@ -22,7 +23,6 @@ fn helper(directory: &Path, lenders: Vec<Address>) -> Helper {
         lenders,
         directory: directory.to_owned(),
         socket_group: None,
-        layout: SocketLayout::Spdk,
         pki: directory.join("pki"),
         fences: None,
         discovery: None,

@@ -11,7 +11,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, Mode, OFlags, openat, renameat, unlinkat},
+    fs::{AtFlags, FileType, Mode, OFlags, openat, renameat, statat, symlinkat, unlinkat},
     io::Errno,
 };
 
@@ -128,6 +128,24 @@ fn replace_by(
         directory.sync()
     };
     written().map_err(at(path, "write"))
+}
+
+/// Makes `path` a symbolic link to `target`, in place of another link. Does not follow one.
+pub fn link(path: &Path, target: &Path) -> io::Result<()> {
+    let linked = || {
+        let (parent, name) = split(path)?;
+        let directory = Directory::open(parent, Owner::AnyForRoot)?;
+        match statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(found) if FileType::from_raw_mode(found.st_mode) != FileType::Symlink => {
+                return Err(io::Error::other("not a symbolic link: remove it"));
+            }
+            Ok(_) => unlinkat(&directory, name, AtFlags::empty())?,
+            Err(Errno::NOENT) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        Ok(symlinkat(target, &directory, name)?)
+    };
+    linked().map_err(at(path, "link"))
 }
 
 /// Durably removes a file. Succeeds if it is missing.

@@ -7,6 +7,8 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
+use serde::{Deserialize, Serialize};
+
 use crate::{
     DeviceId, VmName,
     directory::{Directory, Owner},
@@ -95,6 +97,17 @@ pub fn vm_dir(vm: &VmName) -> PathBuf {
 /// Name of a device's socket in the VM's directory.
 pub fn device_socket_name(device: &DeviceId) -> String {
     format!("{device}.sock")
+}
+
+/// The names at which clients find the sockets of devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SocketLayout {
+    /// `ID.sock`.
+    #[default]
+    Plain,
+    /// `ID.sock` and, for clients of SPDK, which are given a directory, `ID.spdk/cntrl`.
+    Spdk,
 }
 
 /// Name of the directory, in the VM's, that has a device's socket where SPDK's clients look for it.

@@ -58,10 +58,11 @@ pub trait Device: Send {
     fn poll(&mut self, bus: &mut Bus<'_>) -> bool;
 
     /// Enables notifications, then checks for work again. Returns true if there is none:
-    /// the owner may sleep until a BAR access arrives or [`Device::wake_fd`] is readable.
+    /// the owner may sleep until a BAR access arrives or [`Device::wake_fd`] is readable, unless it
+    /// [is polled](Device::is_polled).
     fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool;
 
-    /// Whether the guest may give it work now without any notification, so that the owner may sleep only for short times.
+    /// Whether the guest may give it work without any notification, so that its owner has to poll it.
     fn is_polled(&self) -> bool {
         false
     }

@@ -191,6 +191,10 @@ impl<D: Device> Device for WithoutMedium<D> {
         self.device.enable_notifications(bus) && !busy
     }
 
+    fn is_polled(&self) -> bool {
+        self.device.is_polled()
+    }
+
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.lease.wake_fd())
     }

@@ -2,7 +2,7 @@
 //!
 //! Blocking costs a busy guest a trapped doorbell, and the device thread a wake-up; polling costs a
 //! CPU. So the poll time adapts: each block that ended early doubles it, each long one halves it.
-//! An idle or rarely used device costs nothing.
+//! An idle or rarely used device costs nothing, unless nothing notifies it: then it is polled every millisecond.
 //!
 //! Other threads may need the CPU meanwhile. A thread that soon sleeps again, such as a vCPU or the
 //! backend, gets it by sched_yield(2) after each round: it may be the one that produces the work. A
@@ -32,12 +32,11 @@ const POLL_ALONE: Duration = Duration::from_micros(50);
 /// A nap. The kernel adds its timer slack, 50 µs.
 const NAP: Duration = Duration::from_micros(20);
 
-/// Longest time between two looks at an idle device that nobody notifies: as much as its first request after a
-/// pause may wait.
+/// Longest interval at which an idle device is polled that nothing notifies.
 const LONGEST_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The time until the next look at a device that nobody notifies, after `idle` without work: an idle one costs a look
-/// per millisecond, one that was busy a moment ago is not late by more than a part of its pause.
+/// The time until the next poll of a device that nothing notifies, after `idle` without work: its first command after a
+/// pause is late by a part of that pause.
 pub(crate) fn interval(idle: Duration) -> Duration {
     (idle / 8).clamp(NAP, LONGEST_INTERVAL)
 }
@@ -60,6 +59,8 @@ pub(crate) enum Step {
 pub(crate) struct BusyPoll {
     most: Duration,
     time: Duration,
+    /// Since when it blocks, or naps in place of that.
+    blocked: Option<Instant>,
     /// No yields before this time.
     yield_from: Instant,
     backoff: Duration,
@@ -71,6 +72,7 @@ impl BusyPoll {
         Self {
             most,
             time: Duration::ZERO,
+            blocked: None,
             yield_from: now,
             backoff: BACKOFF,
         }
@@ -103,8 +105,25 @@ impl BusyPoll {
         self.yield_from = now + self.backoff;
     }
 
+    /// Records that the thread blocks from now on.
+    pub(crate) fn blocks(&mut self, now: Instant) {
+        self.blocked.get_or_insert(now);
+    }
+
+    /// Whether it does, and has found no work since.
+    pub(crate) fn is_blocked(&self) -> bool {
+        self.blocked.is_some()
+    }
+
+    /// Records that there has been work since `now`.
+    pub(crate) fn woke(&mut self, now: Instant) {
+        if let Some(since) = self.blocked.take() {
+            self.woke_after(now - since);
+        }
+    }
+
     /// Records that a block lasted `slept`, and adapts the poll time.
-    pub(crate) fn woke_after(&mut self, slept: Duration) {
+    fn woke_after(&mut self, slept: Duration) {
         self.time = if slept < self.most {
             (self.time * 2).clamp(LEAST.min(self.most), self.most)
         } else if self.time > LEAST {
@@ -139,8 +158,22 @@ mod tests {
         assert_eq!(after(&idle_again).time, Duration::ZERO);
     }
 
+    /// As a device has it that is polled while it is idle.
     #[test]
-    fn a_device_without_notifications_is_looked_at_less_the_longer_it_is_idle() {
+    fn several_naps_are_one_block() {
+        let began = Instant::now();
+        let mut poll = after(&[100; 8]);
+        poll.blocks(began);
+        poll.blocks(began + MOST);
+        assert!(poll.is_blocked());
+        poll.woke(began + MOST * 2);
+        assert_eq!(poll.time, MOST / 2, "it was a long one");
+        poll.woke(began + MOST * 3);
+        assert_eq!(poll.time, MOST / 2, "it was not blocked");
+    }
+
+    #[test]
+    fn a_device_without_notifications_is_polled_less_the_longer_it_is_idle() {
         assert_eq!(interval(Duration::ZERO), NAP);
         assert_eq!(
             interval(Duration::from_millis(4)),

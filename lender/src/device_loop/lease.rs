@@ -196,16 +196,15 @@ impl<'a> LeaseLoop<'a> {
     fn run(&mut self) -> End {
         let mut idle_since = Instant::now();
         let mut busy_poll = BusyPoll::new(self.owner.poll_time, idle_since);
-        let (mut rounds, mut blocked_since) = (0, None);
+        let mut rounds = 0;
         loop {
             rounds += 1;
+            let before = busy_poll.is_blocked().then(Instant::now);
             let worked = self.poll_device();
             let now = Instant::now();
             if worked {
                 idle_since = now;
-                if let Some(since) = blocked_since.take() {
-                    busy_poll.woke_after(now - since);
-                }
+                before.into_iter().for_each(|now| busy_poll.woke(now));
             }
             let mut step = match worked {
                 true => Step::Poll,
@@ -216,7 +215,7 @@ impl<'a> LeaseLoop<'a> {
             }
             let limit = match step {
                 Step::Block => {
-                    blocked_since.get_or_insert(now);
+                    busy_poll.blocks(now);
                     let interval = busy_poll::interval(now - idle_since);
                     self.device.is_polled().then_some(interval)
                 }
@@ -233,9 +232,7 @@ impl<'a> LeaseLoop<'a> {
             match self.wait(limit) {
                 Ok(true) => {
                     idle_since = Instant::now();
-                    if let Some(since) = blocked_since.take() {
-                        busy_poll.woke_after(idle_since - since);
-                    }
+                    busy_poll.woke(idle_since);
                 }
                 Ok(false) => {}
                 Err(end) => return end,
@@ -565,6 +562,8 @@ impl<'a> LeaseLoop<'a> {
                         "SetIrqs with eventfds, which TCP cannot carry: between hosts, interrupts are relayed".into(),
                     ));
                 }
+                // An unmasked INTx line is asserted as the guest has left it.
+                let _ = device.is_polled() && device.poll();
                 device.irqs().set(update, fds)?;
                 self.send_relayed();
             }

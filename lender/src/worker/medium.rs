@@ -140,7 +140,8 @@ impl MediumLease {
             };
             let ordered = self.wait(orders, patience)?;
             if step == Step::Block {
-                busy_poll.woke_after(now.elapsed());
+                busy_poll.blocks(now);
+                busy_poll.woke(Instant::now());
                 idle_since = Instant::now();
             }
             if !ordered {

@@ -5,7 +5,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use farside_daemon::{DeviceId, VmName, paths};
+use farside_daemon::{
+    DeviceId, VmName,
+    paths::{self, SocketLayout},
+};
 use farside_discovery::Discovery;
 use farside_fabric::{Size, deserialize_size, parse_size, pin::PinPolicy};
 use farside_irq_relay::Interrupts;
@@ -52,6 +55,8 @@ pub struct VmConfig {
     pub lost_after: Option<u64>,
     /// Group whose members may connect to the devices' sockets: QEMU's, if it runs as another user.
     pub socket_group: Option<String>,
+    /// The names of the devices' sockets.
+    pub layout: Option<SocketLayout>,
     /// Guest RAM, bytes; in the file also `"4 GiB"`.
     #[serde(deserialize_with = "memory")]
     pub memory: Option<u64>,

@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use farside_testbed::die_with_us;
-use farside_tests::{BorrowState, Cluster, Daemon, MIB};
+use farside_tests::{BOOT, BorrowState, Cluster, Daemon, MIB};
 use libtest_mimic::{Completion, Failed};
 use serde_json::{Value, json};
 
@@ -30,7 +30,7 @@ pub fn a_controller_of_spdk_is_lent() -> Result<Completion, Failed> {
     run(lend)
 }
 
-/// Its driver uses a model without a VM: `identify`, and `perf` with reads and writes while processes are killed.
+/// Its driver uses a model without a VM: `identify`, and `perf` with reads and writes while workers are killed.
 pub fn spdks_driver_uses_a_model() -> Result<Completion, Failed> {
     run(drive)
 }
@@ -132,6 +132,11 @@ fn drive(cluster: &Cluster, build: &Path) -> Result<()> {
     for kill in 1..=3 {
         std::thread::sleep(Duration::from_secs(1));
         kill_worker(cluster, &lender, kill)?;
+    }
+    let deadline = Instant::now() + BOOT;
+    while !perf.is_finished() {
+        ensure!(Instant::now() < deadline, "spdk_nvme_perf hangs");
+        std::thread::sleep(Duration::from_millis(100));
     }
     let output = perf.join().map_err(|_| anyhow::anyhow!("a panic"))??;
     let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);

@@ -111,25 +111,6 @@ impl Cmb {
         }
         true
     }
-
-    /// Reads through a trap. Zero outside a lease.
-    pub fn read(&self, at: u64, data: &mut [u8]) {
-        if let Some(part) = self.part(at, data.len()) {
-            part.read(data);
-        }
-    }
-
-    /// Writes through a trap.
-    pub fn write(&self, at: u64, data: &[u8]) {
-        if let Some(part) = self.part(at, data.len()) {
-            part.write(data);
-        }
-    }
-
-    fn part(&self, at: u64, len: usize) -> Option<HostSlice> {
-        let memory = self.memory.as_ref()?;
-        memory.slice(usize::try_from(at).ok()?, len)
-    }
 }
 
 /// The buffer, at the addresses by which commands name it.

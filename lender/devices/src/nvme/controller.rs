@@ -200,7 +200,7 @@ impl Nvme {
         })
     }
 
-    /// Whether the guest may have its doorbells in its memory, too: mapped ones notify of nothing in any case.
+    /// Whether it offers Doorbell Buffer Config, which has no use beside mapped doorbells: they never trap.
     pub(super) fn has_doorbell_buffer(&self) -> bool {
         let bar = self.description.bars[0].as_ref();
         bar.is_some_and(|bar| bar.mappable.is_empty())
@@ -249,14 +249,17 @@ impl Nvme {
     /// is no error: a guest that resets or unbinds a controller without shutdown clears it
     /// while the controller is enabled.
     fn may_fetch(&self, bus: &Bus<'_>) -> bool {
+        self.is_running() && bus.dma.is_bus_master() && self.recovery.is_none()
+    }
+
+    /// Whether it fetches commands where it may access guest memory.
+    fn is_running(&self) -> bool {
         let csts = self.registers.csts;
         csts.ready
-            && bus.dma.is_bus_master()
             && !csts.fatal
             && !self.draining
             && !self.quiesced
             && csts.shutdown == Shutdown::None
-            && self.recovery.is_none()
     }
 
     fn fetch_all(&mut self, bus: &mut Bus<'_>) -> Result<bool, Fault> {
@@ -450,6 +453,11 @@ impl Nvme {
             return false;
         }
         let mut busy = false;
+        if self.events.is_due()
+            && let Err(fault) = self.queues.refresh_head(bus.dma, 0)
+        {
+            self.fatal(fault);
+        }
         while self.events.is_due() && self.queues.reserve_completion(0) {
             if let Some((command, result)) = self.events.take() {
                 self.complete(bus, 0, command, Ok(result), None);

@@ -11,8 +11,8 @@
 //! The admin queue has no shadow doorbells: drivers ring its registers (Linux and SPDK
 //! both do), and a stale zero in its place must not be mistaken for a tail.
 //!
-//! Mapped doorbells are the registers themselves in memory that the guest writes to without a trap.
-//! There is nothing that it would notify: the controller looks at them at intervals.
+//! Mapped doorbells are the registers themselves, in memory that the guest writes to without a trap. A write notifies
+//! nobody, so the controller is polled.
 
 use std::sync::atomic::Ordering;
 
@@ -57,16 +57,14 @@ impl Doorbell {
 pub struct MappedDoorbells(pub HostSlice);
 
 impl MappedDoorbells {
-    /// The value that the guest last wrote.
+    /// The value that the guest last wrote, or 0.
     pub fn load(&self, doorbell: Doorbell) -> Option<u32> {
         self.0.load_u32(doorbell.offset(), Ordering::Acquire)
     }
 
-    /// Writes as the guest does. A doorbell beyond the page is of no queue.
-    pub fn store(&self, doorbell: Doorbell, value: u32) {
-        let _ = self
-            .0
-            .store_u32(doorbell.offset(), value, Ordering::Release);
+    /// Sets it to 0. No queue has a doorbell beyond the page.
+    pub fn clear(&self, doorbell: Doorbell) {
+        let _ = self.0.store_u32(doorbell.offset(), 0, Ordering::Release);
     }
 }
 

@@ -57,6 +57,10 @@ impl Nvme {
                     self.registers.interrupt_mask &= !value;
                 }
                 self.queues.state.mask(self.registers.interrupt_mask);
+                let mask = self.registers.interrupt_mask;
+                if let Err(fault) = self.queues.refresh_asserting(bus.dma, mask) {
+                    self.fatal(fault);
+                }
                 self.queues
                     .update_line(bus.irq, self.registers.interrupt_mask);
             }

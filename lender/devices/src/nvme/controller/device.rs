@@ -9,7 +9,7 @@ use super::{Nvme, power_on_table};
 use crate::{
     Bus, Device,
     nvme::{
-        cmb::{self, Cmb, OwnFirst},
+        cmb::{Cmb, OwnFirst},
         registers::{BAR_SIZE, Registers},
         slots::{IO_SLOTS, RESERVED_SLOTS},
     },
@@ -34,9 +34,6 @@ impl Device for Nvme {
 
     fn bar_read(&mut self, bar: u8, at: u64, data: &mut [u8], bus: &mut Bus<'_>) {
         data.fill(0);
-        if let (Some(cmb), true) = (&self.cmb, usize::from(bar) == cmb::BAR) {
-            return cmb.read(at, data);
-        }
         if bar != 0 || at >= BAR_SIZE {
             return;
         }
@@ -52,9 +49,6 @@ impl Device for Nvme {
     }
 
     fn bar_write(&mut self, bar: u8, at: u64, data: &[u8], bus: &mut Bus<'_>) {
-        if let (Some(cmb), true) = (&self.cmb, usize::from(bar) == cmb::BAR) {
-            return cmb.write(at, data);
-        }
         // No register supports narrower or unaligned accesses (3.1).
         if bar != 0 || at >= BAR_SIZE || at & 3 != 0 {
             return;
@@ -92,7 +86,8 @@ impl Device for Nvme {
     }
 
     fn is_polled(&self) -> bool {
-        self.queues.are_mapped() && self.registers.csts.ready
+        // Else it waits for a register write, or a request.
+        self.queues.are_mapped() && self.is_running()
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

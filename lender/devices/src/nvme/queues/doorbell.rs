@@ -17,15 +17,15 @@ impl Queues {
         self.mapped = memory.map(MappedDoorbells);
     }
 
-    /// Whether the guest rings without a trap or any other notification.
+    /// Whether the guest rings without a trap, and without any other notification.
     pub fn are_mapped(&self) -> bool {
         self.mapped.is_some()
     }
 
-    /// What the guest has written for an earlier queue of the number is not the new queue's.
+    /// Sets the doorbell of a new queue to 0: the page may still have that of an earlier queue of this number.
     pub(super) fn clear_doorbell(&self, doorbell: Doorbell) {
         if let Some(mapped) = &self.mapped {
-            mapped.store(doorbell, 0);
+            mapped.clear(doorbell);
         }
     }
 
@@ -60,10 +60,6 @@ impl Queues {
 
     /// Handles a write to a doorbell register.
     pub fn ring(&mut self, dma: &mut dyn Dma, doorbell: Doorbell, value: u32) -> Result<(), Fault> {
-        if let Some(mapped) = &self.mapped {
-            // A client may trap what it could map.
-            mapped.store(doorbell, value);
-        }
         // If it does not count, the value in memory is at least as recent.
         let counts = |buffer: &Option<DoorbellBuffer>, id: u16, shadow: &Shadow| {
             let buffer = buffer.as_ref().filter(|_| id != 0);
@@ -171,7 +167,7 @@ impl Queues {
     }
 
     /// Loads the head of a completion queue from memory, if it is there.
-    pub(super) fn refresh_head(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
+    pub fn refresh_head(&mut self, dma: &mut dyn Dma, id: u16) -> Result<(), Fault> {
         let Some(Some(cq)) = self.cqs.get_mut(usize::from(id)) else {
             return Ok(());
         };

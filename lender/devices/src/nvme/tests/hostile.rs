@@ -1,6 +1,8 @@
 //! Random guests: no panic, and no write outside the guest's memory (the fake memory
 //! translates nothing else).
 
+use std::sync::atomic::Ordering;
+
 use proptest::prelude::*;
 
 use super::world::{BASE, DATA, Driver, SIZE, Sqe};
@@ -8,11 +10,26 @@ use crate::{Device, block::EngineChoice};
 
 #[derive(Clone, Debug)]
 enum Act {
-    Write { at: u64, value: u64, wide: bool },
-    Read { at: u64, len: usize },
+    Write {
+        at: u64,
+        value: u64,
+        wide: bool,
+    },
+    Read {
+        at: u64,
+        len: usize,
+    },
     Admin(Sqe),
     Io(Sqe),
-    Memory { at: u64, value: u64 },
+    Memory {
+        at: u64,
+        value: u64,
+    },
+    /// To the page of the doorbells, of a controller that has them mapped.
+    Mapped {
+        index: usize,
+        value: u64,
+    },
     Poll,
     Arm,
     Quiesce,
@@ -74,10 +91,11 @@ fn act() -> impl Strategy<Value = Act> {
             .prop_map(|(at, len)| Act::Read { at: at * 4 / len as u64 * len as u64, len }),
         4 => command(ADMIN).prop_map(Act::Admin),
         8 => command(IO).prop_map(Act::Io),
-        4 => (0u64..0x1_0000, value).prop_map(|(index, value)| Act::Memory {
+        4 => (0u64..0x1_0000, value.clone()).prop_map(|(index, value)| Act::Memory {
             at: BASE + index * 8,
             value,
         }),
+        4 => (0usize..16, value).prop_map(|(index, value)| Act::Mapped { index, value }),
         6 => Just(Act::Poll),
         1 => Just(Act::Arm),
         1 => Just(Act::Quiesce),
@@ -106,6 +124,12 @@ fn perform(driver: &mut Driver, act: &Act) {
             driver.submit(1, sqe);
         }
         Act::Memory { at, value } => driver.memory.put(at, &value.to_le_bytes()),
+        Act::Mapped { index, value } => {
+            if let Some(page) = &driver.mapped {
+                let stored = page.store_u32(index * 4, value as u32, Ordering::Relaxed);
+                stored.unwrap();
+            }
+        }
         Act::Poll => {
             driver.poll();
         }
@@ -138,10 +162,16 @@ proptest! {
     #[test]
     fn random_guests_are_survived(
         threads in any::<bool>(),
+        mapped in any::<bool>(),
         acts in prop::collection::vec(act(), 1..200),
     ) {
         let engine = if threads { EngineChoice::Threads } else { EngineChoice::IoUring };
-        let mut driver = Driver::ready(engine);
+        let mut driver = match mapped {
+            true => Driver::with_mapped_doorbells(engine),
+            false => Driver::off(|config| config.engine = engine),
+        };
+        driver.enable();
+        driver.create_pair(1, 64);
         for act in &acts {
             perform(&mut driver, act);
         }

@@ -7,7 +7,7 @@ use std::{
 
 use super::crash;
 use super::world::{DATA, Driver, OK, SHADOWS, Sqe, pattern};
-use crate::{Device, state};
+use crate::{Device, block::EngineChoice, state};
 
 const BLOCK: u64 = 512;
 
@@ -25,7 +25,7 @@ fn ready() -> Driver {
 }
 
 fn ready_with_mapped_doorbells() -> Driver {
-    let mut driver = Driver::with_mapped_doorbells();
+    let mut driver = Driver::with_mapped_doorbells(EngineChoice::default());
     driver.keep_state();
     driver
 }
