@@ -18,6 +18,7 @@
 //! process is gone, so that the borrower is not told that its memory is out of use before it is.
 
 mod borrower;
+mod calls;
 mod child;
 mod confine;
 mod create;

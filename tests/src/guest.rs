@@ -296,7 +296,7 @@ impl<'a> Guest<'a> {
     }
 
     /// Powers the guest off.
-    pub fn power_off(mut self) -> Result<ExitStatus> {
+    pub fn power_off(mut self) -> Result<()> {
         self.keep_logs();
         self.vm.take().expect("a VM is there").shutdown(SHORT)
     }

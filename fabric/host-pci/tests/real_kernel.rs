@@ -133,7 +133,7 @@ fn a_real_kernel_does_what_is_expected_of_it() {
     virtual_functions(&host);
     dma_faults(&host);
     vfio_pci_missing(&host);
-    assert!(host.vm.shutdown(SHORT).unwrap().success());
+    host.vm.shutdown(SHORT).unwrap();
 }
 
 fn what_a_function_is(host: &Host) {

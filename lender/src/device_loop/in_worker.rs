@@ -118,8 +118,9 @@ impl WorkerDevice {
             self.opened(&of.0);
         }
         let (mut worker, record) = self.adopt(adopted);
-        // If this fails, it has ended.
-        let _ = worker.calls.send(&(0, CallReply::Again), &[], SEND_TIMEOUT);
+        // If this fails, it has ended. If there is no room, it has many of former brokers to read: a worker that makes no
+        // calls reads none.
+        let _ = worker.calls.try_send(&(0, CallReply::Again), &[]);
         let mut lease = WorkerLease::new(owner, self, worker, borrower, of);
         lease.chain = chain.map(|(secret, goes_on)| GrantedChain { secret, goes_on });
         lease.begun = true;

@@ -15,8 +15,8 @@ use farside_medium::{Link, LinkError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
+    calls::{CALL_TIMEOUT, Calls, end_chain},
     messages::{Answer, Call, Numbered, Order},
-    process::{CALL_TIMEOUT, Calls, end_chain},
 };
 use crate::{
     device_loop::{

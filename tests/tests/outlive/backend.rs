@@ -135,7 +135,8 @@ fn kill_both(disk: Disk, count: u64) {
             if random.below(2) == 0 {
                 both.reverse();
             }
-            kills.push(Instant::now());
+            let killed = Instant::now();
+            kills.push(killed);
             kill_process(both[0], Signal::KILL).unwrap();
             if random.below(2) == 0 {
                 std::thread::sleep(Duration::from_micros(random.below(30_000)));
@@ -143,6 +144,7 @@ fn kill_both(disk: Disk, count: u64) {
             // A worker whose backend is gone ends.
             let _ = kill_process(both[1], Signal::KILL);
             wait_next(&cluster, &keeper, round);
+            std::thread::sleep(INTERVAL.saturating_sub(killed.elapsed()));
         }
         kills
     });

@@ -234,17 +234,17 @@ fn start_lender_anew(disk: Disk) {
     let mut lender = disk.lend(&cluster, &medium);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let pauses = under_load(&cluster, disk, |mut random, progress| {
-        let mut kills = Vec::new();
-        for round in 0..10 {
+        let mut killed = Vec::new();
+        for round in 0..kills() {
             progress.wait(&mut random, Duration::from_millis(100));
-            kills.push(Instant::now());
+            killed.push(Instant::now());
             match round % 2 {
                 0 => lender.kill_all().unwrap(),
                 _ => lender.kill().unwrap(),
             }
             lender = disk.lend(&cluster, &medium);
         }
-        kills
+        killed
     });
     print(&format!("lender, {disk:?}"), pauses);
 }
@@ -307,7 +307,7 @@ fn a_killed_vmm_frees_its_device_in_under_100_ms() {
     let disk = "disk0".parse().unwrap();
     let mut random = Random::new();
     let mut times = Vec::new();
-    for _ in 0..20 {
+    for _ in 0..kills() {
         let mut vmm = Command::new(std::env::current_exe().unwrap());
         vmm.args(["a_vmm_in_a_process_of_its_own", "--exact", "--nocapture"]);
         vmm.env(VMM, cluster.directory()).stdout(Stdio::piped());

@@ -114,8 +114,7 @@ pub(super) fn measure(parameters: &Parameters<'_>) -> Result<(Vec<JobResult>, Se
         let logs = host.exec_ok("tail -n 20 /tmp/*.log; dmesg | tail", SHORT);
         error.context(format!("the bench failed\n{}", logs.unwrap_or_default()))
     })?;
-    let ended = host.shutdown(SHORT)?;
-    ensure!(ended.success(), "QEMU ended badly: {ended}");
+    host.shutdown(SHORT)?;
     Ok(measured)
 }
 

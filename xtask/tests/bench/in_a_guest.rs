@@ -86,8 +86,7 @@ pub(crate) fn run() -> Result<()> {
     // All jobs.
     vm.exec_ok(&format!("{RUN} --write"), LONG)?;
     all_positive(&results(&vm)?, &job_names(true), 1, false)?;
-    let status = vm.shutdown(SHORT)?;
-    ensure!(status.success(), "QEMU ended badly: {status}");
+    vm.shutdown(SHORT)?;
     ensure!(hash(first)? != before, "the jobs that write wrote nothing");
     Ok(())
 }

@@ -106,8 +106,8 @@ impl HostVm {
         NestedBuilder::new(self, name)
     }
 
-    /// Powers the VM off from within, and waits until QEMU has ended.
-    pub fn shutdown(self, timeout: Duration) -> Result<std::process::ExitStatus> {
+    /// Powers the VM off from within, and waits until QEMU has ended, successfully.
+    pub fn shutdown(self, timeout: Duration) -> Result<()> {
         self.vm.shutdown(timeout)
     }
 

@@ -174,10 +174,13 @@ impl Vm {
         self.wait_boot(boots + 1, timeout)
     }
 
-    /// Powers the guest off from within, and waits until QEMU has ended.
-    pub fn shutdown(self, timeout: Duration) -> Result<ExitStatus> {
+    /// Powers the guest off from within, and waits until QEMU has ended, successfully.
+    pub fn shutdown(self, timeout: Duration) -> Result<()> {
         self.guest.power_off()?;
-        self.wait_exit(timeout)
+        match self.wait_exit(timeout)?.success() {
+            true => Ok(()),
+            false => Err(self.quote("QEMU ended badly")),
+        }
     }
 
     /// Waits until QEMU has ended.

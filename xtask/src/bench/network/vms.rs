@@ -63,8 +63,7 @@ pub(in super::super) fn in_vms(parameters: &Parameters<'_>) -> Result<Vec<JobRes
         error.context(format!("the bench failed\n{}", logs.join("\n")))
     })?;
     for host in [near, far] {
-        let ended = host.shutdown(SHORT)?;
-        ensure!(ended.success(), "QEMU ended badly: {ended}");
+        host.shutdown(SHORT)?;
     }
     Ok(measured)
 }
