@@ -20,6 +20,7 @@
 
 mod bars;
 mod leased;
+mod messages;
 mod record;
 mod server;
 

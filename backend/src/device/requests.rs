@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use farside_error_chain::Chain;
+use farside_fabric::memory::HostSlice;
 use farside_guest_layout::Gpa;
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
 use farside_pci::{Description, rom};
@@ -88,7 +89,8 @@ impl Device {
             count,
         };
         let finish = Finish::Always(reply);
-        if self.write_shared(&write) {
+        if let Some(memory) = self.shared(&write) {
+            self.write_shared(&memory, data);
             return Answer::Reply(reply);
         }
         if let (Region::Bar(bar), Some(channel)) = (region, &mut self.registers) {
@@ -115,18 +117,18 @@ impl Device {
         }
     }
 
-    /// Writes to memory behind a BAR. Returns whether that was all.
-    fn write_shared(&self, write: &RegionWrite<'_>) -> bool {
+    /// The memory behind a BAR that a write is to.
+    fn shared(&self, write: &RegionWrite<'_>) -> Option<HostSlice> {
         let Region::Bar(bar) = write.region else {
-            return false;
+            return None;
         };
-        let Some(memory) = self.bars.shared(bar, write.offset, write.data.len()) else {
-            return false;
-        };
+        self.bars.shared(bar, write.offset, write.data.len())
+    }
+
+    fn write_shared(&self, memory: &HostSlice, data: &[u8]) {
         if self.is_present() {
-            memory.write(write.data);
+            memory.write(data);
         }
-        true
     }
 
     /// The tasks of a write.
@@ -319,15 +321,19 @@ impl Handler for Device {
             Request::RegionWrite(write) => self.write(write, to),
             Request::RegionWriteMulti(writes) => {
                 let done = writes.len() as u64;
-                let mut tasks = Vec::new();
+                let (mut tasks, mut shared) = (Vec::new(), Vec::new());
                 for write in writes.writes() {
-                    if self.write_shared(&write) {
+                    if let Some(memory) = self.shared(&write) {
+                        shared.push((memory, write.data));
                         continue;
                     }
                     match self.write_tasks(write.region, write.offset, write.data) {
                         Ok(more) => tasks.extend(more),
                         Err(errno) => return Answer::Error(errno),
                     }
+                }
+                for (memory, data) in shared {
+                    self.write_shared(&memory, data);
                 }
                 let finish = Finish::Always(Reply::RegionWriteMulti { done });
                 self.hold(to, finish, tasks)

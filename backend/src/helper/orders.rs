@@ -70,7 +70,7 @@ pub(super) enum Order {
 }
 
 /// What is removed when a backend ends.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum Removed {
     /// The directory of the VM's sockets, if it is empty.
     Directory,

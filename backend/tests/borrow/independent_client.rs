@@ -72,7 +72,6 @@ fn every_message_of_another_client_works_on_the_whole() {
     client.region_read(2, 0x100, &mut trapped).unwrap();
     assert_eq!(&trapped, b"through");
     client.region_write(2, 0x100, b"trapped").unwrap();
-    // Writes are posted; a read flushes them.
     client.region_read(2, 0x100, &mut trapped).unwrap();
     assert_eq!(&trapped, b"trapped");
     assert_eq!(sram.read(0x100, 7), b"trapped");

@@ -5,10 +5,11 @@
 
 use farside_pci::{Bar, BarKind, regs::BASE_ADDRESS_0};
 
-/// The first address, and the end, for BARs of I/O, of 32-bit and of 64-bit memory.
+/// The first address, and the end, for BARs of I/O, of 32-bit and of 64-bit memory: where VMs have no RAM, since a device may
+/// refuse to transfer data to an address in its own BAR, as QEMU's NVMe controller does.
 const IO: (u64, u64) = (0x1000, 1 << 16);
-const MEMORY_32: (u64, u64) = (1 << 31, 0xfec0_0000);
-const MEMORY_64: (u64, u64) = (1 << 36, 1 << 46);
+const MEMORY_32: (u64, u64) = (0xe000_0000, 0xfec0_0000);
+const MEMORY_64: (u64, u64) = (1 << 45, 1 << 46);
 
 /// What to write to which doubleword of configuration space, so that each BAR has a place of its own. One for which
 /// there is no room has none.
@@ -55,9 +56,9 @@ mod tests {
         let writes = places(&bars);
         let expected = [
             (0x10, 0),
-            (0x14, 0x10),
-            (0x18, 0x8000_0000),
-            (0x1c, 0x8010_0000),
+            (0x14, 0x2000),
+            (0x18, 0xe000_0000),
+            (0x1c, 0xe010_0000),
             (0x20, 0x1000),
         ];
         assert_eq!(writes, expected, "and none for one without room");

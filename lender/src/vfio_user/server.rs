@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs::File,
+    ops::Range,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -13,16 +14,14 @@ use farside_fabric::{FabricError, Iova, memory::HostSlice};
 use farside_irq_relay::{Action, IrqCounts, IrqData, IrqIndex, IrqRange, SetIrqs};
 use farside_lender_protocol::{Described, RemoteError};
 use farside_pci::{
-    Bar, ConfigImage,
-    regs::{
-        CAP_ID_MSI, CAP_ID_MSIX, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY, MSI_FLAGS,
-        MSI_FLAGS_ENABLE, MSIX_FLAGS, MSIX_FLAGS_ENABLE,
-    },
+    Bar,
+    regs::{COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY},
 };
 use farside_vfio_user_client::{CONFIG_REGION, Client, ClientError, Limits, Memory};
 
 use super::{
     Device, Files, bars,
+    messages::{Messages, enable_bits},
     record::{Inherited, Record, State},
 };
 use crate::{
@@ -48,6 +47,7 @@ struct Connection {
     mapped: Mapped,
     /// What a process before this one has left, until it is settled.
     inherited: Option<Left>,
+    messages: Messages,
     /// The end of the connection was logged.
     logged: bool,
 }
@@ -213,6 +213,7 @@ impl Server {
                 client,
                 mapped: Mapped::default(),
                 inherited: None,
+                messages: Messages::default(),
                 logged: false,
             }),
         };
@@ -284,7 +285,14 @@ impl Server {
     pub(super) fn reset(&self) -> Result<(), RemoteError> {
         self.with(|client, mapped| client.reset(mapped))
             .map_err(internal)?;
-        self.decode()
+        self.decode()?;
+        // A reset keeps the eventfds, and clears what the kernel restores of its functions.
+        let set_up = self.lock().messages.set_up();
+        let Some((index, vectors)) = set_up else {
+            return Ok(());
+        };
+        self.enable_messages(index, true)?;
+        self.unmask(index, 0..vectors)
     }
 
     /// Has the device answer at its BARs, without DMA. The guest's command register is the backend's.
@@ -402,15 +410,22 @@ impl Server {
         self.unless_refused(self.change_config(at, set, clear))
     }
 
-    /// Unmasks the first `vectors` of MSI-X: masks are the borrower's. QEMU's server has a table of its own, whose vectors are
-    /// masked after a reset, and takes the end of a range for its length (10.2), so the range begins with vector 0.
-    fn unmask(&self, vectors: u16) -> Result<(), RemoteError> {
-        let range = IrqRange::new(&self.counts, IrqIndex::Msix as u32, 0, vectors.into());
-        let request = range
-            .and_then(|range| SetIrqs::new(range, Action::Unmask, IrqData::None))
-            .map_err(internal)?;
-        let unmasked = self.with(|client, _| client.set_irqs(&request));
-        self.unless_refused(unmasked.map_err(internal))
+    /// Unmasks vectors of MSI-X that were set up.
+    fn unmask(&self, index: IrqIndex, vectors: Range<u16>) -> Result<(), RemoteError> {
+        if index != IrqIndex::Msix {
+            return Ok(());
+        }
+        let ranges = self.lock().messages.to_unmask(vectors);
+        for Range { start, end } in ranges {
+            let (start, count) = (start.into(), (end - start).into());
+            let range = IrqRange::new(&self.counts, index as u32, start, count);
+            let request = range
+                .and_then(|range| SetIrqs::new(range, Action::Unmask, IrqData::None))
+                .map_err(internal)?;
+            let unmasked = self.with(|client, _| client.set_irqs(&request));
+            self.unless_refused(unmasked.map_err(internal))?;
+        }
+        Ok(())
     }
 
     /// What a server refuses it does not need.
@@ -505,8 +520,9 @@ impl Raises for Server {
         {
             left.set_up_again(range);
         }
-        if targets && range.index() == IrqIndex::Msix {
-            self.unmask(range.vectors().end)?;
+        self.lock().messages.note(request);
+        if targets {
+            self.unmask(range.index(), range.vectors())?;
         }
         let disables = request.action() == Action::Trigger && range.count() == 0;
         match targets || disables {
@@ -530,26 +546,6 @@ impl ConfigAccess for Server {
         self.with(|client, mapped| client.region_write(CONFIG_REGION, offset, data, mapped))
             .map_err(internal)
     }
-}
-
-/// Least bytes of a configuration space.
-const CONFIG_SPACE: usize = 256;
-
-/// Where MSI and MSI-X are enabled in `config`.
-fn enable_bits(config: &[u8]) -> Vec<(IrqIndex, u64, u16)> {
-    if config.len() < CONFIG_SPACE {
-        return Vec::new();
-    }
-    let image = ConfigImage::from(config.to_vec());
-    let kinds = [
-        (IrqIndex::Msi, CAP_ID_MSI, MSI_FLAGS, MSI_FLAGS_ENABLE),
-        (IrqIndex::Msix, CAP_ID_MSIX, MSIX_FLAGS, MSIX_FLAGS_ENABLE),
-    ];
-    let found = kinds.into_iter().filter_map(|(index, id, flags, bit)| {
-        let at = image.find_capability(id, flags + 2)?;
-        Some((index, (at + flags) as u64, bit))
-    });
-    found.collect()
 }
 
 #[cfg(test)]

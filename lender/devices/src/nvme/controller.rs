@@ -482,7 +482,8 @@ impl Nvme {
         }
         busy |= self.report_events(bus);
         self.advance(bus);
-        if self.may_fetch(bus)
+        // Mapped doorbells are read without DMA.
+        if (self.may_fetch(bus) || self.queues.are_mapped())
             && bus.irq.intx_in_use()
             && let Err(fault) = self
                 .queues

@@ -227,6 +227,11 @@ impl Queues {
         self.errors.clear();
     }
 
+    /// Whether the INTx line is asserted.
+    pub fn asserts_line(&self) -> bool {
+        self.line
+    }
+
     /// Resets the stored level of the INTx line: a function reset has deasserted it.
     pub fn forget_line(&mut self) {
         self.line = false;

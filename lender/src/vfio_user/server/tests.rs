@@ -8,7 +8,10 @@ use std::{
 
 use farside_fabric::memory::SharedMemory;
 use farside_lender_protocol::STATE_PAGE;
-use farside_pci::{BarKind, regs::COMMAND};
+use farside_pci::{
+    BarKind, ConfigImage,
+    regs::{COMMAND, MSIX_FLAGS_ENABLE},
+};
 
 use super::*;
 
@@ -98,6 +101,10 @@ fn answer(mut peer: UnixStream, seen: &mpsc::Sender<Seen>, refuses: impl Fn(Seen
             REGION_READ => {
                 let len = u32_at(&payload, 12) as usize;
                 [&payload[..16], &config[at..at + len]].concat()
+            }
+            RESET => {
+                config = self::config();
+                Vec::new()
             }
             REGION_WRITE => {
                 config[at..at + payload.len() - 16].copy_from_slice(&payload[16..]);
@@ -254,11 +261,37 @@ fn a_reset_device_has_places_for_its_bars_before_it_decodes_them() {
 }
 
 #[test]
-fn vectors_that_are_set_up_are_unmasked() {
+fn vectors_that_are_set_up_are_unmasked_but_for_those_that_the_borrower_has_masked() {
+    let (server, seen) = server(|_| false);
+    let requests = || seen.try_iter().filter(|(of, _)| *of == SET_IRQS).count();
+    server.set_irqs(&set_up()).unwrap();
+    assert_eq!(requests(), 2, "all at once");
+    let one = IrqRange::new(&vectors(), IrqIndex::Msix as u32, 2, 1).unwrap();
+    let change = |action| SetIrqs::new(one, action, IrqData::None).unwrap();
+    server.set_irqs(&change(Action::Mask)).unwrap();
+    assert_eq!(requests(), 1);
+    server.set_irqs(&set_up()).unwrap();
+    assert_eq!(requests(), 4, "three of four, each for itself");
+    server.set_irqs(&change(Action::Unmask)).unwrap();
+    assert_eq!(requests(), 1);
+    server.set_irqs(&set_up()).unwrap();
+    assert_eq!(requests(), 2);
+}
+
+#[test]
+fn a_reset_device_has_the_messages_that_were_set_up() {
     let (server, seen) = server(|_| false);
     server.set_irqs(&set_up()).unwrap();
-    let requests = seen.try_iter().filter(|(of, _)| *of == SET_IRQS);
-    assert_eq!(requests.count(), 2);
+    seen.try_iter().for_each(drop);
+    server.reset().unwrap();
+    let last = [(REGION_WRITE, CONTROL), (SET_IRQS, IrqIndex::Msix as u64)];
+    assert!(seen.try_iter().collect::<Vec<_>>().ends_with(&last));
+    let range = IrqRange::new(&vectors(), IrqIndex::Msix as u32, 0, 0).unwrap();
+    let disable = SetIrqs::new(range, Action::Trigger, IrqData::None).unwrap();
+    server.set_irqs(&disable).unwrap();
+    seen.try_iter().for_each(drop);
+    server.reset().unwrap();
+    assert_eq!(seen.try_iter().last(), Some((REGION_WRITE, COMMAND as u64)));
 }
 
 #[test]

@@ -77,7 +77,9 @@ impl Nvme {
             }
             DOORBELLS..MSIX_TABLE => {
                 self.stats.doorbell_traps += 1;
+                // Mapped ones are in memory, whoever writes them.
                 if self.registers.csts.ready
+                    && !self.queues.are_mapped()
                     && let Some(doorbell) = Doorbell::at(at - DOORBELLS)
                 {
                     if let Err(fault) = self.queues.ring(bus.dma, doorbell, value) {

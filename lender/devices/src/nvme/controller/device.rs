@@ -87,7 +87,7 @@ impl Device for Nvme {
 
     fn is_polled(&self) -> bool {
         // Else it waits for a register write, or a request.
-        self.queues.are_mapped() && self.is_running()
+        self.queues.are_mapped() && (self.is_running() || self.queues.asserts_line())
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
