@@ -12,7 +12,6 @@ use std::{
 use farside_devices::state;
 use farside_fabric::memory::{HostSlice, SharedMemory};
 use farside_lender_protocol::{BarOwner, Described, STATE_PAGE};
-use farside_pci::SparseMmapArea;
 use farside_vfio_user::{Mappable, SparseArea};
 
 use crate::borrow::bars::BarFile;
@@ -59,8 +58,8 @@ const MOST_STATE: u64 = 16 << 20;
 struct Bar {
     areas: Vec<SparseArea>,
     memory: Option<BarFile>,
-    /// Each area, of a BAR whose memory was allocated here.
-    mapped: Vec<HostSlice>,
+    /// All of a BAR whose memory was allocated here.
+    mapped: Option<HostSlice>,
 }
 
 impl Bars {
@@ -102,10 +101,12 @@ impl Bars {
                 offset: area.offset,
                 size: area.len,
             });
-            let mapped = match &memory {
-                Some(memory) => map_areas(&memory.file, &bar.mappable)?,
-                None => Vec::new(),
+            let map = |memory: &BarFile| {
+                let len = usize::try_from(bar.size).map_err(std::io::Error::other)?;
+                let memory = SharedMemory::map(memory.file.try_clone()?, 0, len, true)?;
+                Ok::<_, std::io::Error>(memory.slice(0, len))
             };
+            let mapped = memory.as_ref().map(map).transpose()?.flatten();
             *slot = Some(Bar {
                 areas: areas.collect(),
                 memory,
@@ -187,11 +188,13 @@ impl Bars {
     /// of two writes was the last.
     pub(crate) fn shared(&self, bar: u8, offset: u64, len: usize) -> Option<HostSlice> {
         let bar = self.bars.get(usize::from(bar))?.as_ref()?;
-        let mut areas = bar.areas.iter().zip(&bar.mapped);
-        areas.find_map(|(area, memory)| {
-            let skip = offset.checked_sub(area.offset)?;
-            memory.slice(usize::try_from(skip).ok()?, len)
-        })
+        let memory = bar.mapped.as_ref()?;
+        let end = offset.checked_add(len as u64)?;
+        let is_in = |area: &SparseArea| {
+            area.offset <= offset && end <= area.offset.saturating_add(area.size)
+        };
+        let found = bar.areas.iter().any(is_in);
+        found.then(|| memory.slice(usize::try_from(offset).ok()?, len))?
     }
 
     /// The mmap-able memory of a BAR.
@@ -206,20 +209,9 @@ impl Bars {
     }
 }
 
-fn map_areas(file: &OwnedFd, areas: &[SparseMmapArea]) -> std::io::Result<Vec<HostSlice>> {
-    let map = |area: &SparseMmapArea| {
-        let len = usize::try_from(area.len).map_err(std::io::Error::other)?;
-        let memory = SharedMemory::map(file.try_clone()?, area.offset, len, true)?;
-        memory
-            .slice(0, len)
-            .ok_or_else(|| std::io::Error::other("an area of a BAR beyond its memory"))
-    };
-    areas.iter().map(map).collect()
-}
-
 #[cfg(test)]
 mod tests {
-    use farside_pci::{Bar as PciBar, BarKind, Description};
+    use farside_pci::{Bar as PciBar, BarKind, Description, SparseMmapArea};
 
     use super::*;
 

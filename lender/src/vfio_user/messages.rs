@@ -39,9 +39,17 @@ impl Messages {
             (Action::Trigger, IrqData::None) if range.count() == 0 => {
                 self.set_up = self.set_up.filter(|(of, _)| *of != index);
             }
-            (Action::Mask, _) if index == IrqIndex::Msix => self.masked.extend(vectors),
-            (Action::Unmask, _) if index == IrqIndex::Msix => {
-                self.masked.retain(|vector| !vectors.contains(vector));
+            (action @ (Action::Mask | Action::Unmask), data) if index == IrqIndex::Msix => {
+                let chosen = |n: usize| match data {
+                    IrqData::Bool(chosen) => chosen.get(n).copied().unwrap_or_default(),
+                    _ => true,
+                };
+                for vector in vectors.enumerate().filter(|(n, _)| chosen(*n)) {
+                    match action {
+                        Action::Mask => self.masked.insert(vector.1),
+                        _ => self.masked.remove(&vector.1),
+                    };
+                }
             }
             _ => {}
         }

@@ -276,6 +276,14 @@ fn vectors_that_are_set_up_are_unmasked_but_for_those_that_the_borrower_has_mask
     assert_eq!(requests(), 1);
     server.set_irqs(&set_up()).unwrap();
     assert_eq!(requests(), 2);
+    // Of a range, those that are chosen.
+    let range = IrqRange::new(&vectors(), IrqIndex::Msix as u32, 0, 4).unwrap();
+    let chosen = IrqData::Bool(vec![true, false, true, false]);
+    let mask = SetIrqs::new(range, Action::Mask, chosen).unwrap();
+    server.set_irqs(&mask).unwrap();
+    assert_eq!(requests(), 1);
+    server.set_irqs(&set_up()).unwrap();
+    assert_eq!(requests(), 3, "two of four, each for itself");
 }
 
 #[test]

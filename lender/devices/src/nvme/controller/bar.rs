@@ -58,7 +58,10 @@ impl Nvme {
                 }
                 self.queues.state.mask(self.registers.interrupt_mask);
                 let mask = self.registers.interrupt_mask;
-                if let Err(fault) = self.queues.refresh_asserting(bus.dma, mask) {
+                // Others are read when they may be: they need DMA.
+                if self.queues.are_mapped()
+                    && let Err(fault) = self.queues.refresh_asserting(bus.dma, mask)
+                {
                     self.fatal(fault);
                 }
                 self.queues

@@ -401,3 +401,27 @@ fn a_full_completion_queue_is_rung_wherever_it_stands_and_however_much_is_consum
         }
     }
 }
+
+/// The guest resets a controller without shutdown, and unmasks its line meanwhile.
+#[test]
+fn a_mask_that_is_written_without_bus_mastering_is_no_fault() {
+    const INTMC: u64 = 0x10;
+    let mut driver = Driver::ready_with(|_| {});
+    driver.clear_doorbell_buffer();
+    driver.configure_doorbells();
+    let id = driver.submit(1, Sqe::new(0).nsid(1));
+    driver.until("completion", |driver| {
+        driver.peel(1).is_some_and(|cqe| cqe.id == id)
+    });
+    assert!(driver.irq.line, "its completion is not consumed");
+    driver.with(|nvme, bus| {
+        while !nvme.quiesce(bus) {
+            std::thread::yield_now();
+        }
+        nvme.resume(bus);
+    });
+    driver.memory.bus_master = false;
+    driver.memory.on_translate = Some(Box::new(|iova| panic!("DMA at {iova}")));
+    driver.write32(INTMC, 1);
+    assert_eq!(driver.read32(0x1c), 1, "ready, and no fatal status");
+}

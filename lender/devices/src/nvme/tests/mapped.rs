@@ -64,7 +64,7 @@ fn commands_are_executed_without_a_trap_and_as_often_as_the_rings_wrap() {
     assert_eq!((driver.rings, driver.stat("doorbell_traps")), (0, 0));
 }
 
-/// A completion queue whose head the guest has not moved has no room; nothing tells of the head's next move.
+/// A completion queue whose head the guest has not moved has no room. The next move of the head comes without a notification.
 #[test]
 fn a_full_completion_queue_waits_for_its_head() {
     let mut driver = ready();
