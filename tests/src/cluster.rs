@@ -25,6 +25,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(25);
 /// A runtime directory and the processes started in it.
 pub struct Cluster {
     directory: TempDir,
+    /// The `farside` that is run; `None`: the binary under test.
+    program: Option<PathBuf>,
     logs: Mutex<Vec<(String, Log)>>,
     notes: Mutex<Vec<String>>,
 }
@@ -60,6 +62,19 @@ impl Cluster {
         Self::new_in("/dev/shm")
     }
 
+    /// Runs this `farside`, and not the binary under test.
+    pub fn with_program(mut self, program: &Path) -> Self {
+        self.program = Some(program.to_owned());
+        self
+    }
+
+    /// An empty cluster in memory, with the same program.
+    pub fn another(&self) -> Result<Self> {
+        let mut another = Self::in_memory()?;
+        another.program.clone_from(&self.program);
+        Ok(another)
+    }
+
     fn new_in(parent: &str) -> Result<Self> {
         // The path of a UNIX socket is limited to 107 bytes.
         let directory = tempfile::Builder::new()
@@ -68,6 +83,7 @@ impl Cluster {
             .context("creating a runtime directory")?;
         Ok(Self {
             directory,
+            program: None,
             logs: Mutex::default(),
             notes: Mutex::default(),
         })
@@ -80,10 +96,17 @@ impl Cluster {
 
     /// `farside` with this cluster's environment.
     pub fn farside(&self, args: &[&str]) -> Result<Command> {
-        let mut command = Command::new(binary::farside()?);
+        let mut command = Command::new(self.program()?);
         command.args(args);
         self.environment(&mut command);
         Ok(command)
+    }
+
+    fn program(&self) -> Result<&Path> {
+        match &self.program {
+            Some(program) => Ok(program),
+            None => binary::farside(),
+        }
     }
 
     fn environment(&self, command: &mut Command) {
@@ -294,7 +317,7 @@ impl Serve<'_> {
     /// Starts it, and waits until it serves all devices.
     pub fn start(self) -> Result<Daemon> {
         let mut words = self.wrapper;
-        words.push(binary::farside()?.display().to_string());
+        words.push(self.cluster.program()?.display().to_string());
         words.extend(["serve".into(), "--vm".into(), self.vm.clone()]);
         let is_kept = self.args.iter().any(|word| word == "--keeper");
         words.extend(self.args);

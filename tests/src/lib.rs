@@ -8,6 +8,8 @@
 //! - [`DmaTester`]: driver for the DMA test device in a guest;
 //! - [`told`]: shows the logs of a test that fails;
 //! - [`trial`]: prints the duration of a test, and limits it;
+//! - [`Keepers`]: the processes that keep a backend;
+//! - [`load`]: a scripted VM that does I/O while the processes of its disk are killed;
 //! - [`two_hosts`]: two hosts between which a VM can move;
 //! - [`hosts`]: the product in VMs that play hosts, with real VFIO and IOMMUs.
 //!
@@ -22,6 +24,8 @@ mod dma_tester;
 mod guest;
 pub mod hosts;
 mod image;
+mod keepers;
+pub mod load;
 mod mtree;
 mod status;
 mod told;
@@ -36,6 +40,7 @@ pub use farside_backend_api::BorrowState;
 pub use farside_testbed::{BarAddress, Machine, Vm, Width};
 pub use guest::{FunctionId, Guest, GuestBuilder, NVME, testbed};
 pub use image::{noise, sha256, sha256_of};
+pub use keepers::Keepers;
 pub use mtree::shared_ram;
 pub use status::{Borrow, Lent, Status};
 pub use told::{Weight, from_env, told, trial};

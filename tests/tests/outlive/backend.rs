@@ -15,10 +15,13 @@ use farside_scripted_vmm::{
     ram::{Layout, Ram},
     vectors::Vectors,
 };
-use farside_tests::{Cluster, Daemon, MIB};
+use farside_tests::{
+    Cluster, Daemon, Keepers, MIB,
+    load::{Disk, Random, TIMEOUT},
+};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Disk, NVME, Random, Story, TIMEOUT, disturbed, kills, lend, print, under_load};
+use super::{NVME, Story, disturbed, kills, lend, print, under_load};
 
 /// Waits until the backend after `kills` of them has its device.
 fn wait_next(cluster: &Cluster, keeper: &Daemon, kills: u64) {
@@ -36,19 +39,18 @@ fn wait_next(cluster: &Cluster, keeper: &Daemon, kills: u64) {
     }
 }
 
-/// Least time between two kills: a keeper starts no backend again of which 100 have ended in 10 s.
-const INTERVAL: Duration = Duration::from_millis(110);
-
 fn kill_backends(disk: Disk, count: u64) {
     let cluster = Cluster::in_memory().unwrap();
-    let medium = disk.medium(&cluster);
-    let _lender = disk.lend(&cluster, &medium);
+    let medium = disk.medium(&cluster).unwrap();
+    let _lender = disk.lend(&cluster, &medium).unwrap();
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let keeper = serve.start().unwrap();
     let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut kills = Vec::new();
         for round in 1..=count {
-            progress.wait(&mut random, Duration::from_millis(50));
+            progress
+                .wait(&mut random, Duration::from_millis(50))
+                .unwrap();
             let [backend] = keeper.children()[..] else {
                 panic!("the keeper has one child");
             };
@@ -56,7 +58,7 @@ fn kill_backends(disk: Disk, count: u64) {
             kills.push(killed);
             kill_process(backend, Signal::KILL).unwrap();
             wait_next(&cluster, &keeper, round);
-            std::thread::sleep(INTERVAL.saturating_sub(killed.elapsed()));
+            std::thread::sleep(Keepers::INTERVAL.saturating_sub(killed.elapsed()));
         }
         kills
     });
@@ -95,7 +97,7 @@ fn no_register_write_is_lost_however_many_reads_are_between_two() {
     const AQA: u64 = 0x24;
     let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
-    let medium = NVME.medium(&cluster);
+    let medium = NVME.medium(&cluster).unwrap();
     let _lender = lend(&cluster, &medium);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let _keeper = serve.start().unwrap();
@@ -117,14 +119,16 @@ fn no_register_write_is_lost_however_many_reads_are_between_two() {
 fn kill_both(disk: Disk, count: u64) {
     let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
-    let medium = disk.medium(&cluster);
-    let lender = disk.lend(&cluster, &medium);
+    let medium = disk.medium(&cluster).unwrap();
+    let lender = disk.lend(&cluster, &medium).unwrap();
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let keeper = serve.start().unwrap();
     let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut kills = Vec::new();
         for round in 1..=count {
-            progress.wait(&mut random, Duration::from_millis(50));
+            progress
+                .wait(&mut random, Duration::from_millis(50))
+                .unwrap();
             let [backend] = keeper.children()[..] else {
                 panic!("the keeper has one child");
             };
@@ -144,7 +148,7 @@ fn kill_both(disk: Disk, count: u64) {
             // A worker whose backend is gone ends.
             let _ = kill_process(both[1], Signal::KILL);
             wait_next(&cluster, &keeper, round);
-            std::thread::sleep(INTERVAL.saturating_sub(killed.elapsed()));
+            std::thread::sleep(Keepers::INTERVAL.saturating_sub(killed.elapsed()));
         }
         kills
     });
@@ -171,59 +175,6 @@ fn a_backend_of_a_servers_device_and_its_worker_that_are_killed_at_once_cost_a_p
     kill_both(Disk::OfServer(Doorbells::Registers), kills() as u64);
 }
 
-/// The processes that keep a cluster's only backend.
-struct Keepers {
-    keeper: Pid,
-    spare: Pid,
-}
-
-impl Keepers {
-    /// Those that are not `backend`, when there are both.
-    fn find(cluster: &Cluster, backend: u32) -> Self {
-        let deadline = Instant::now() + TIMEOUT;
-        loop {
-            let mut all = processes(cluster);
-            all.retain(|(pid, _)| pid.as_raw_nonzero().get().cast_unsigned() != backend);
-            if let [one, two] = all[..]
-                && one.1 != two.1
-            {
-                let (keeper, spare) = if one.1 {
-                    (two.0, one.0)
-                } else {
-                    (one.0, two.0)
-                };
-                return Self { keeper, spare };
-            }
-            assert!(Instant::now() < deadline, "{all:?}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
-/// The processes of a backend with a keeper, and whether each is a spare keeper.
-fn processes(cluster: &Cluster) -> Vec<(Pid, bool)> {
-    let directory = cluster.directory().as_os_str().as_encoded_bytes();
-    let mut found = Vec::new();
-    for entry in fs::read_dir("/proc").unwrap().flatten() {
-        let read = |name| fs::read(entry.path().join(name)).unwrap_or_default();
-        let pid = entry
-            .file_name()
-            .to_str()
-            .and_then(|name| name.parse().ok());
-        // Those that have ended have neither.
-        let is_ours = read("cmdline")
-            .split(|byte| *byte == 0)
-            .any(|word| word == b"--keeper")
-            && read("environ")
-                .windows(directory.len())
-                .any(|part| part == directory);
-        if let Some(pid) = pid.and_then(Pid::from_raw).filter(|_| is_ours) {
-            found.push((pid, read("comm").starts_with(b"farside-spare")));
-        }
-    }
-    found
-}
-
 fn backend_report(cluster: &Cluster) -> BackendReport {
     let deadline = Instant::now() + TIMEOUT;
     loop {
@@ -239,7 +190,7 @@ fn backend_report(cluster: &Cluster) -> BackendReport {
 #[test]
 fn keepers_that_are_killed_cost_no_pause() {
     let cluster = Cluster::in_memory().unwrap();
-    let medium = NVME.medium(&cluster);
+    let medium = NVME.medium(&cluster).unwrap();
     let _lender = lend(&cluster, &medium);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let first = serve.start().unwrap();
@@ -251,10 +202,14 @@ fn keepers_that_are_killed_cost_no_pause() {
             let mut times = [(); 2].map(|()| Vec::new());
             let mut replaced = 0;
             for _ in 0..kills() {
-                progress.wait(&mut random, Duration::from_millis(20));
+                progress
+                    .wait(&mut random, Duration::from_millis(20))
+                    .unwrap();
                 times[1].push(Instant::now());
-                progress.wait(&mut random, Duration::from_millis(20));
-                let keepers = Keepers::find(&cluster, before.pid);
+                progress
+                    .wait(&mut random, Duration::from_millis(20))
+                    .unwrap();
+                let keepers = Keepers::find(&cluster, before.pid).unwrap();
                 times[0].push(Instant::now());
                 match random.below(3) {
                     0 => kill_process(keepers.spare, Signal::KILL).unwrap(),
@@ -277,7 +232,7 @@ fn keepers_that_are_killed_cost_no_pause() {
     assert_eq!((report.pid, report.restarts), (before.pid, Some(0)));
     assert_eq!(report.problem, None);
     // The last one has the backend, too.
-    let keepers = Keepers::find(&cluster, report.pid);
+    let keepers = Keepers::find(&cluster, report.pid).unwrap();
     kill_process(backend(&report), Signal::KILL).unwrap();
     let deadline = Instant::now() + TIMEOUT;
     while backend_report(&cluster).restarts != Some(1) {
@@ -302,7 +257,7 @@ fn backend(report: &BackendReport) -> Pid {
 #[test]
 fn a_backend_goes_on_in_the_next_service_at_the_cost_of_a_pause() {
     let cluster = Cluster::in_memory().unwrap();
-    let medium = NVME.medium(&cluster);
+    let medium = NVME.medium(&cluster).unwrap();
     let _lender = lend(&cluster, &medium);
     let serve = || cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let mut service = serve().start().unwrap();
@@ -313,13 +268,17 @@ fn a_backend_goes_on_in_the_next_service_at_the_cost_of_a_pause() {
             let mut times = [(); 3].map(|()| Vec::new());
             for round in 1..=kills() as u64 / 2 {
                 let began = Instant::now();
-                progress.wait(&mut random, Duration::from_millis(20));
+                progress
+                    .wait(&mut random, Duration::from_millis(20))
+                    .unwrap();
                 let ended = Instant::now();
                 times[2].push((began, ended));
                 service.signal(Signal::USR1).unwrap();
                 assert!(service.wait_end(TIMEOUT).unwrap().success());
                 // I/O goes on while there is none.
-                progress.wait(&mut random, Duration::from_millis(20));
+                progress
+                    .wait(&mut random, Duration::from_millis(20))
+                    .unwrap();
                 let next = Instant::now();
                 times[0].push((ended, next));
                 let started = serve().start().unwrap();
@@ -345,7 +304,7 @@ fn a_backend_goes_on_in_the_next_service_at_the_cost_of_a_pause() {
 #[test]
 fn everything_of_a_host_that_is_restarted_at_once_costs_a_pause() {
     let cluster = Cluster::in_memory().unwrap();
-    let medium = NVME.medium(&cluster);
+    let medium = NVME.medium(&cluster).unwrap();
     let mut lender = lend(&cluster, &medium);
     let serve = || cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let mut service = serve().start().unwrap();
@@ -356,7 +315,9 @@ fn everything_of_a_host_that_is_restarted_at_once_costs_a_pause() {
             let mut times = [(); 2].map(|()| Vec::new());
             for round in 1..=kills() as u64 / 2 {
                 let before = Instant::now();
-                progress.wait(&mut random, Duration::from_millis(50));
+                progress
+                    .wait(&mut random, Duration::from_millis(50))
+                    .unwrap();
                 let began = Instant::now();
                 times[1].push((before, began));
                 lender.signal(Signal::USR1).unwrap();
@@ -455,16 +416,16 @@ fn live(cluster: &Cluster, random: &mut Random) {
 #[test]
 fn a_backend_that_is_killed_in_any_state_goes_on_there() {
     let cluster = Cluster::in_memory().unwrap();
-    let medium = NVME.medium(&cluster);
+    let medium = NVME.medium(&cluster).unwrap();
     let _lender = lend(&cluster, &medium);
     let serve = cluster.serve("a", &["disk0"]).args(&["--keeper"]);
     let keeper = serve.start().unwrap();
-    let mut random = Random::new();
+    let mut random = Random::from_environment();
     live(&cluster, &mut random);
     cluster.wait_free("disk0").unwrap();
     let before = descriptors(keeper.pid());
     let over = AtomicBool::new(false);
-    let mut others = Random(random.below(u64::MAX));
+    let mut others = random.fork();
     let mut lives = 0;
     let kills = std::thread::scope(|scope| {
         let killer = scope.spawn(|| {

@@ -1,19 +1,17 @@
 //! An NVMe or virtio-blk model whose processes are killed under load: its VM sees pauses, and nothing else.
 //!
-//! A scripted VM keeps commands in flight (writes, zeroes, flushes, then reads whose data is compared with what was
-//! written), each of which must succeed and complete once, while workers, or the lender with its workers, get SIGKILL at
-//! random times. The seed is printed; `FARSIDE_SEED` repeats the choice of commands and times. `FARSIDE_KILLS` is how often
-//! each process is killed, 50 if it is not set.
+//! A scripted VM ([`load`]) does I/O while workers, or the lender with its workers, get SIGKILL at random times. The seed is printed;
+//! `FARSIDE_SEED` repeats the choice of commands and times. `FARSIDE_KILLS` is how often each process is killed, 50 if it is
+//! not set.
 
 mod backend;
 mod many;
-mod vm;
 
 use std::{
     io::{BufRead, BufReader},
     path::Path,
     process::{Command, Stdio},
-    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
@@ -26,46 +24,16 @@ use farside_scripted_vmm::{
     ram::{Layout, Ram},
     vectors::Vectors,
 };
-use farside_tests::{Cluster, Daemon, MIB};
+use farside_tests::{
+    Cluster, Daemon, MIB, from_env,
+    load::{self, Disk, Medium, Progress, Random, TIMEOUT, Vm},
+};
 use rustix::process::{Signal, kill_process, test_kill_process};
-
-use vm::{Disk, Medium, Op, Vm};
-
-const TIMEOUT: Duration = Duration::from_secs(20);
-
-/// Pages of the disk that are used, and commands of a batch.
-const PAGES: u64 = 2048;
-const BATCH: u64 = 56;
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn new() -> Self {
-        let seed = match std::env::var("FARSIDE_SEED") {
-            Ok(text) => text.parse().expect("a number in FARSIDE_SEED"),
-            Err(_) => std::time::SystemTime::UNIX_EPOCH
-                .elapsed()
-                .unwrap()
-                .as_nanos() as u64,
-        };
-        eprintln!("FARSIDE_SEED={seed}");
-        Self(seed)
-    }
-
-    fn below(&mut self, most: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ mixed >> 31) % most
-    }
-}
 
 const NVME: Disk = Disk::Nvme(Doorbells::Registers);
 
 fn lend(cluster: &Cluster, medium: &Medium) -> Daemon {
-    NVME.lend(cluster, medium)
+    NVME.lend(cluster, medium).unwrap()
 }
 
 fn print(what: &str, mut pauses: Vec<Duration>) {
@@ -97,51 +65,14 @@ fn disturbed<T: Send>(
     disk: Disk,
     kill: impl FnOnce(Random, &Progress) -> T + Send,
 ) -> (Vm, T) {
-    let mut vm = Vm::new(cluster, disk);
-    let mut random = Random::new();
-    let over = AtomicBool::new(false);
-    let progress = Progress::default();
-    let others = Random(random.below(u64::MAX));
-    let done = std::thread::scope(|scope| {
-        let killer = scope.spawn(|| {
-            let done = kill(others, &progress);
-            over.store(true, Ordering::Release);
-            done
-        });
-        while !(over.load(Ordering::Acquire) || killer.is_finished()) {
-            vm.round(&mut random);
-            progress.0.fetch_add(1, Ordering::Release);
-        }
-        killer.join().unwrap()
-    });
-    vm.round(&mut random);
-    vm.check();
-    (vm, done)
+    let mut random = Random::from_environment();
+    let disturb = |random, progress: &_| Ok(kill(random, progress));
+    load::disturbed(cluster, disk, &mut random, disturb).unwrap()
 }
 
 /// How often a process is killed.
 fn kills() -> usize {
-    match std::env::var("FARSIDE_KILLS") {
-        Ok(text) => text.parse().expect("a number in FARSIDE_KILLS"),
-        Err(_) => 50,
-    }
-}
-
-/// Rounds that a VM has done.
-#[derive(Default)]
-struct Progress(AtomicU64);
-
-impl Progress {
-    /// Waits until the VM has done I/O after a kill, then for a random time.
-    fn wait(&self, random: &mut Random, most: Duration) {
-        let before = self.0.load(Ordering::Acquire);
-        let deadline = Instant::now() + TIMEOUT;
-        while self.0.load(Ordering::Acquire) < before + 2 {
-            assert!(Instant::now() < deadline, "no I/O within {TIMEOUT:?}");
-            std::thread::sleep(Duration::from_micros(200));
-        }
-        std::thread::sleep(Duration::from_micros(random.below(most.as_micros() as u64)));
-    }
+    from_env("FARSIDE_KILLS").unwrap().unwrap_or(50) as usize
 }
 
 /// Prints the log of a test that fails.
@@ -158,8 +89,8 @@ impl Drop for Story<'_> {
 fn kill_workers(disk: Disk, count: usize) {
     let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
-    let medium = disk.medium(&cluster);
-    let lender = disk.lend(&cluster, &medium);
+    let medium = disk.medium(&cluster).unwrap();
+    let lender = disk.lend(&cluster, &medium).unwrap();
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut kills = Vec::new();
@@ -172,7 +103,9 @@ fn kill_workers(disk: Disk, count: usize) {
             if kills.len() == count {
                 break;
             }
-            progress.wait(&mut random, Duration::from_millis(50));
+            progress
+                .wait(&mut random, Duration::from_millis(50))
+                .unwrap();
             let status = cluster.status().unwrap();
             let connection = status.borrow("a", "disk0").unwrap().connection.unwrap();
             assert!(connection.restarts >= kills.len() as u64, "{connection}");
@@ -230,19 +163,21 @@ fn a_lender_of_a_virtio_blk_model_that_is_killed_and_started_anew_costs_a_pause(
 
 fn start_lender_anew(disk: Disk) {
     let cluster = Cluster::in_memory().unwrap();
-    let medium = disk.medium(&cluster);
-    let mut lender = disk.lend(&cluster, &medium);
+    let medium = disk.medium(&cluster).unwrap();
+    let mut lender = disk.lend(&cluster, &medium).unwrap();
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut killed = Vec::new();
         for round in 0..kills() {
-            progress.wait(&mut random, Duration::from_millis(100));
+            progress
+                .wait(&mut random, Duration::from_millis(100))
+                .unwrap();
             killed.push(Instant::now());
             match round % 2 {
                 0 => lender.kill_all().unwrap(),
                 _ => lender.kill().unwrap(),
             }
-            lender = disk.lend(&cluster, &medium);
+            lender = disk.lend(&cluster, &medium).unwrap();
         }
         killed
     });
@@ -252,7 +187,7 @@ fn start_lender_anew(disk: Disk) {
 #[test]
 fn a_lender_that_is_restarted_in_order_under_load_costs_a_pause() {
     let cluster = Cluster::in_memory().unwrap();
-    let medium = NVME.medium(&cluster);
+    let medium = NVME.medium(&cluster).unwrap();
     let mut lender = lend(&cluster, &medium);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let pauses = under_load(
@@ -261,7 +196,9 @@ fn a_lender_that_is_restarted_in_order_under_load_costs_a_pause() {
         |mut random, progress| {
             let mut kills = Vec::new();
             for _ in 0..5 {
-                progress.wait(&mut random, Duration::from_millis(100));
+                progress
+                    .wait(&mut random, Duration::from_millis(100))
+                    .unwrap();
                 kills.push(Instant::now());
                 lender.terminate().unwrap();
                 assert!(lender.wait_exit(TIMEOUT).unwrap().success());
@@ -282,15 +219,11 @@ fn a_vmm_in_a_process_of_its_own() {
     let Some(directory) = std::env::var_os(VMM) else {
         return;
     };
-    let mut vm = Vm::at(Path::new(&directory), Disk::Nvme(Doorbells::Registers));
-    let mut random = Random::new();
-    // What the VM before has written.
-    let pages: Vec<_> = (0..PAGES).map(Op::Zero).collect();
-    for entries in pages.chunks(BATCH as usize) {
-        vm.run(entries);
-    }
+    let mut vm = Vm::at(Path::new(&directory), NVME).unwrap();
+    let mut random = Random::from_environment();
+    vm.clear().unwrap();
     loop {
-        vm.round(&mut random);
+        vm.round(&mut random).unwrap();
         println!("\nround");
     }
 }
@@ -299,13 +232,13 @@ fn a_vmm_in_a_process_of_its_own() {
 fn a_killed_vmm_frees_its_device_in_under_100_ms() {
     let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
-    let medium = NVME.medium(&cluster);
+    let medium = NVME.medium(&cluster).unwrap();
     let _lender = lend(&cluster, &medium);
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let socket = cluster.directory().join("lender.sock");
     let mut client = Client::connect(&socket.into(), None).unwrap();
     let disk = "disk0".parse().unwrap();
-    let mut random = Random::new();
+    let mut random = Random::from_environment();
     let mut times = Vec::new();
     for _ in 0..kills() {
         let mut vmm = Command::new(std::env::current_exe().unwrap());
@@ -334,8 +267,8 @@ fn a_killed_vmm_frees_its_device_in_under_100_ms() {
 /// Ends the lender alone by a signal, `count` times: its worker does not notice.
 fn end_lender(disk: Disk, signal: Signal, count: usize) {
     let cluster = Cluster::in_memory().unwrap();
-    let medium = disk.medium(&cluster);
-    let mut lender = disk.lend(&cluster, &medium);
+    let medium = disk.medium(&cluster).unwrap();
+    let mut lender = disk.lend(&cluster, &medium).unwrap();
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let (vm, [ends, starts, nothing]) = disturbed(&cluster, disk, |mut random, progress| {
         let [worker] = lender.workers()[..] else {
@@ -343,7 +276,9 @@ fn end_lender(disk: Disk, signal: Signal, count: usize) {
         };
         let mut times = [(); 3].map(|()| Vec::new());
         let mut wait = |times: &mut Vec<Instant>| {
-            progress.wait(&mut random, Duration::from_millis(50));
+            progress
+                .wait(&mut random, Duration::from_millis(50))
+                .unwrap();
             times.push(Instant::now());
         };
         for _ in 0..count {
@@ -353,7 +288,7 @@ fn end_lender(disk: Disk, signal: Signal, count: usize) {
             lender.wait_exit(TIMEOUT).unwrap();
             // I/O goes on while there is none.
             wait(&mut times[1]);
-            lender = disk.lend(&cluster, &medium);
+            lender = disk.lend(&cluster, &medium).unwrap();
             let status = cluster.status().unwrap();
             let lent = status.lent("disk0").unwrap();
             assert_eq!(lent.borrowed_by.as_deref(), Some("a"));
@@ -384,20 +319,22 @@ fn a_lender_of_a_servers_device_that_is_killed_with_its_worker_costs_a_pause() {
     let disk = Disk::OfServer(Doorbells::Registers);
     let cluster = Cluster::in_memory().unwrap();
     let _story = Story(&cluster);
-    let medium = disk.medium(&cluster);
-    let mut lender = disk.lend(&cluster, &medium);
+    let medium = disk.medium(&cluster).unwrap();
+    let mut lender = disk.lend(&cluster, &medium).unwrap();
     let _backend = cluster.serve("a", &["disk0"]).start().unwrap();
     let pauses = under_load(&cluster, disk, |mut random, progress| {
         let mut kills = Vec::new();
         for _ in 0..10 {
-            progress.wait(&mut random, Duration::from_millis(50));
+            progress
+                .wait(&mut random, Duration::from_millis(50))
+                .unwrap();
             let [worker] = lender.workers()[..] else {
                 panic!("no worker, or several")
             };
             kills.push(Instant::now());
             lender.kill().unwrap();
             kill_process(worker, Signal::KILL).unwrap();
-            lender = disk.lend(&cluster, &medium);
+            lender = disk.lend(&cluster, &medium).unwrap();
         }
         kills
     });

@@ -19,13 +19,13 @@ use farside_scripted_vmm::{
     ram::{Layout, PAGE, Ram},
     vectors::Vectors,
 };
-use farside_tests::{Cluster, Daemon, MIB};
+use farside_tests::{Cluster, Daemon, MIB, load::Random};
 use rustix::{
     fs::OFlags,
     process::{Signal, kill_process},
 };
 
-use super::{Random, Story};
+use super::Story;
 
 const DISKS: usize = 50;
 const DMA_TESTERS: usize = 10;
@@ -320,7 +320,7 @@ fn sixty_vms_borrow_and_return_while_processes_are_killed() {
         serve.start().unwrap()
     };
     let keepers: Vec<Daemon> = vms.iter().zip(&ids).map(serve).collect();
-    let mut random = Random::new();
+    let mut random = Random::from_environment();
     let counts = Counts::default();
     println!("{} backends serve", keepers.len());
     // Each has run once.
@@ -337,7 +337,7 @@ fn sixty_vms_borrow_and_return_while_processes_are_killed() {
     std::thread::scope(|scope| {
         let mut lives = Vec::new();
         for (vm, id) in vms.iter().zip(&ids) {
-            let mut random = Random(random.below(u64::MAX));
+            let mut random = random.fork();
             let (cluster, counts, over) = (&cluster, &counts, &over);
             lives.push(scope.spawn(move || {
                 while !over.load(Ordering::Acquire) {
@@ -443,7 +443,7 @@ fn a_dma_test_device_that_is_lost_comes_back_with_a_reset() {
     let lender = cluster.lend(&["--dma-test", "dma0"]).unwrap();
     let serve = cluster.serve("a", &["dma0"]).args(&["--keeper"]);
     let keeper = serve.start().unwrap();
-    let mut random = Random::new();
+    let mut random = Random::from_environment();
     let counts = Counts::default();
     let mut machine = connect(&cluster, "a", "dma0").unwrap();
     for block in machine.ram.layout().blocks() {

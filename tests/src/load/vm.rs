@@ -1,10 +1,11 @@
-//! A scripted VM whose disk is a model.
+//! The VM, and its disk.
 
 use std::{
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
+use anyhow::{Result, ensure};
 use farside_scripted_vmm::{
     device::Device,
     machine::Machine,
@@ -14,15 +15,22 @@ use farside_scripted_vmm::{
     vectors::Vectors,
     virtio,
 };
-use farside_tests::{Cluster, Daemon, MIB};
 
-use super::{BATCH, PAGES, Random, TIMEOUT};
+use super::{Random, TIMEOUT};
+use crate::{Cluster, Daemon, MIB};
+
+/// Pages of the disk that are used, and commands of a batch.
+const PAGES: u64 = 2048;
+const BATCH: u64 = 56;
 
 /// A model, and how the VM drives it.
 #[derive(Clone, Copy, Debug)]
 pub enum Disk {
+    /// An NVMe model.
     Nvme(Doorbells),
+    /// A virtio-blk model.
     VirtioBlk {
+        /// Whether the VM negotiates `VIRTIO_F_EVENT_IDX`.
         event_idx: bool,
     },
     /// The NVMe device of another vfio-user server, which is another farside.
@@ -36,32 +44,34 @@ pub struct Medium {
 }
 
 impl Disk {
-    pub fn medium(self, cluster: &Cluster) -> Medium {
+    /// Makes what is lent.
+    pub fn medium(self, cluster: &Cluster) -> Result<Medium> {
         const BYTES: u64 = 16 * MIB;
         if !matches!(self, Self::OfServer(_)) {
-            let path = cluster.image("disk0", BYTES).unwrap();
-            return Medium {
+            let path = cluster.image("disk0", BYTES)?;
+            return Ok(Medium {
                 path,
                 _server: None,
-            };
+            });
         }
-        let inner = Cluster::in_memory().unwrap();
-        let (lender, _) = inner.lend_disk(BYTES).unwrap();
-        let backend = inner.serve("inner", &["disk0"]).start().unwrap();
-        Medium {
+        let inner = cluster.another()?;
+        let (lender, _) = inner.lend_disk(BYTES)?;
+        let backend = inner.serve("inner", &["disk0"]).start()?;
+        Ok(Medium {
             path: inner.directory().join("vm/inner/disk0.sock"),
             _server: Some((inner, [backend, lender])),
-        }
+        })
     }
 
-    pub fn lend(self, cluster: &Cluster, medium: &Medium) -> Daemon {
+    /// Starts a lender of the disk, `disk0`.
+    pub fn lend(self, cluster: &Cluster, medium: &Medium) -> Result<Daemon> {
         let disk = format!("disk0={}", medium.path.display());
         let source = match self {
             Self::Nvme(_) => "--nvme",
             Self::VirtioBlk { .. } => "--virtio-blk",
             Self::OfServer(_) => "--vfio-user",
         };
-        cluster.lend(&[source, &disk]).unwrap()
+        cluster.lend(&[source, &disk])
     }
 }
 
@@ -73,7 +83,7 @@ enum Driver {
 
 /// What is done to a page, with data at this address.
 #[derive(Clone, Copy)]
-pub enum Op {
+enum Op {
     Read(u64, u64),
     Write(u64, u64),
     Zero(u64),
@@ -130,7 +140,7 @@ pub struct Vm {
     expected: Vec<u64>,
     written: u64,
     /// When batches began and ended.
-    pub batches: Vec<(Instant, Instant)>,
+    batches: Vec<(Instant, Instant)>,
 }
 
 fn buffer(n: u64) -> u64 {
@@ -138,22 +148,21 @@ fn buffer(n: u64) -> u64 {
 }
 
 impl Vm {
-    pub fn new(cluster: &Cluster, disk: Disk) -> Self {
-        Self::at(cluster.directory(), disk)
-    }
-
-    /// The VM at the socket in this runtime directory.
-    pub fn at(directory: &Path, disk: Disk) -> Self {
+    /// VM `a` of the backend with this runtime directory. Its disk is taken to be empty.
+    ///
+    /// # Errors
+    /// When the disk cannot be used.
+    pub fn at(directory: &Path, disk: Disk) -> Result<Self> {
         let socket = directory.join("vm/a/disk0.sock");
-        let mut device = Device::connect(&socket, TIMEOUT).unwrap();
-        let ram = Ram::new(Layout::new(64 * MIB, None, false).unwrap()).unwrap();
+        let mut device = Device::connect(&socket, TIMEOUT)?;
+        let ram = Ram::new(Layout::new(64 * MIB, None, false)?)?;
         for block in ram.layout().blocks() {
-            device.map(&ram, block).unwrap();
+            device.map(&ram, block)?;
         }
-        device.reset().unwrap();
-        pci::place_bars(&mut device).unwrap();
-        pci::set_command(&mut device, pci::MEMORY | pci::BUS_MASTER).unwrap();
-        let vectors = Vectors::new(device.vectors()).unwrap();
+        device.reset()?;
+        pci::place_bars(&mut device)?;
+        pci::set_command(&mut device, pci::MEMORY | pci::BUS_MASTER)?;
+        let vectors = Vectors::new(device.vectors())?;
         let mut machine = Machine {
             ram,
             device,
@@ -161,28 +170,39 @@ impl Vm {
             timeout: TIMEOUT,
             early_interrupts: 0,
         };
-        machine.device.enable_vectors(&machine.vectors).unwrap();
-        pci::enable_msix(&mut machine.device, true).unwrap();
+        machine.device.enable_vectors(&machine.vectors)?;
+        pci::enable_msix(&mut machine.device, true)?;
         let driver = match disk {
             Disk::Nvme(doorbells) | Disk::OfServer(doorbells) => {
-                let mut controller = Controller::bring_up(&mut machine, 1, 1).unwrap();
-                let queue = controller.polled(&mut machine, doorbells).unwrap();
+                let mut controller = Controller::bring_up(&mut machine, 1, 1)?;
+                let queue = controller.polled(&mut machine, doorbells)?;
                 Driver::Nvme(Box::new((controller, queue)))
             }
             Disk::VirtioBlk { event_idx } => {
-                Driver::VirtioBlk(virtio::Disk::bring_up(&mut machine, event_idx).unwrap())
+                Driver::VirtioBlk(virtio::Disk::bring_up(&mut machine, event_idx)?)
             }
         };
-        Self {
+        Ok(Self {
             machine,
             driver,
             expected: vec![0; PAGES as usize],
             written: 0,
             batches: Vec::new(),
-        }
+        })
     }
 
-    pub fn run(&mut self, ops: &[Op]) {
+    /// Zeroes the disk, which a VM before may have written.
+    ///
+    /// # Errors
+    /// When a command fails.
+    pub fn clear(&mut self) -> Result<()> {
+        let pages: Vec<_> = (0..PAGES).map(Op::Zero).collect();
+        pages
+            .chunks(BATCH as usize)
+            .try_for_each(|ops| self.run(ops))
+    }
+
+    fn run(&mut self, ops: &[Op]) -> Result<()> {
         let machine = &mut self.machine;
         let (began, succeeded);
         match &mut self.driver {
@@ -198,11 +218,21 @@ impl Vm {
             }
         }
         self.batches.push((began, Instant::now()));
-        assert_eq!(succeeded.unwrap(), ops.len(), "no command may fail");
+        let succeeded = succeeded?;
+        ensure!(
+            succeeded == ops.len(),
+            "{} of {} commands failed",
+            ops.len() - succeeded,
+            ops.len()
+        );
+        Ok(())
     }
 
     /// Changes some pages, and reads some.
-    pub fn round(&mut self, random: &mut Random) {
+    ///
+    /// # Errors
+    /// When a command fails, or data is wrong.
+    pub fn round(&mut self, random: &mut Random) -> Result<()> {
         let first = random.below(PAGES);
         let mut ops = Vec::new();
         for n in 0..BATCH {
@@ -218,42 +248,44 @@ impl Vm {
                 _ => {
                     self.expected[page as usize] = self.written;
                     let data = self.written.to_le_bytes().repeat(PAGE as usize / 8);
-                    self.machine.ram.write(buffer(n), &data).unwrap();
+                    self.machine.ram.write(buffer(n), &data)?;
                     ops.push(Op::Write(page, buffer(n)));
                 }
             }
         }
-        self.run(&ops);
-        self.read((0..BATCH).map(|n| (first + n * 37) % PAGES).collect());
+        self.run(&ops)?;
+        self.read((0..BATCH).map(|n| (first + n * 37) % PAGES).collect())
     }
 
-    pub fn read(&mut self, pages: Vec<u64>) {
-        let reads = (0..).zip(&pages);
-        let ops: Vec<_> = reads
-            .map(|(n, page)| {
-                self.machine.ram.write(buffer(n), &[0xa5; 512]).unwrap();
-                Op::Read(*page, buffer(n))
-            })
-            .collect();
-        self.run(&ops);
+    fn read(&mut self, pages: Vec<u64>) -> Result<()> {
+        let mut ops = Vec::new();
+        for (n, page) in (0..).zip(&pages) {
+            self.machine.ram.write(buffer(n), &[0xa5; 512])?;
+            ops.push(Op::Read(*page, buffer(n)));
+        }
+        self.run(&ops)?;
         for (n, page) in (0..).zip(pages) {
             let mut data = vec![0; PAGE as usize];
-            self.machine.ram.read(buffer(n), &mut data).unwrap();
+            self.machine.ram.read(buffer(n), &mut data)?;
             let expected = self.expected[page as usize].to_le_bytes();
             let is_right = data.chunks(8).all(|part| part == expected);
-            assert!(
+            ensure!(
                 is_right,
                 "page {page} has {:?}, and not {expected:?}",
                 &data[..8]
             );
         }
+        Ok(())
     }
 
     /// Everything, at the end.
-    pub fn check(&mut self) {
-        for first in (0..PAGES).step_by(32) {
-            self.read((first..first + 32).collect());
-        }
+    ///
+    /// # Errors
+    /// When a command fails, or data is wrong.
+    pub fn check(&mut self) -> Result<()> {
+        (0..PAGES)
+            .step_by(32)
+            .try_for_each(|first| self.read((first..first + 32).collect()))
     }
 
     /// The longest batch in each of these spans of time.
