@@ -103,7 +103,7 @@ pub(crate) struct Soak {
     #[arg(long, value_name = "MINUTES")]
     pub(crate) minutes: Option<u64>,
     /// Only this round: migration, properties, simulation, fuzz, miri, hotplug, loss, crowd, canaries,
-    /// outlive, many-vms or one-guest.
+    /// outlive, functions, cuts, interleavings, deny, many-vms or one-guest.
     #[arg(long, value_name = "ROUND")]
     pub(crate) only: Option<String>,
 }
@@ -235,6 +235,8 @@ pub(crate) enum Chapter {
     Micro,
     /// Reads beside a busy thread on the device's CPU, without a guest.
     Neighbour,
+    /// How long I/O waits when processes of a disk are killed, without a guest.
+    Pauses,
     /// fio's jobs over a network, beside NVMe over TCP. Measured only if it is named.
     Network,
     /// fio's jobs on a borrowed virtio-blk disk, beside QEMU's own virtio-blk-pci. Measured only if it is

@@ -5,8 +5,6 @@
 //! what counts is the ratio of the repeats made next to each other, so that other load affects
 //! both.
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
 
 use crate::{Better, Spread, Unit};
@@ -113,13 +111,13 @@ impl Target {
             Self::AtMost(most) => spread.median <= most,
         }
     }
-}
 
-impl fmt::Display for Target {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    /// For people: of a figure with this unit, or of a ratio.
+    pub fn show(self, unit: Option<Unit>) -> String {
+        let value = |value: f64| unit.map_or(value.to_string(), |unit| unit.show(value));
         match self {
-            Self::AtLeast(least) => write!(f, "at least {least}"),
-            Self::AtMost(most) => write!(f, "at most {most}"),
+            Self::AtLeast(least) => format!("at least {}", value(least)),
+            Self::AtMost(most) => format!("at most {}", value(most)),
         }
     }
 }
@@ -295,6 +293,13 @@ mod tests {
         let spread = Spread::of([1.0]).unwrap();
         assert!(Target::AtLeast(1.0).met(&spread) && Target::AtMost(1.0).met(&spread));
         assert!(!Target::AtLeast(1.01).met(&spread) && !Target::AtMost(0.99).met(&spread));
+    }
+
+    #[test]
+    fn a_target_has_the_unit_of_what_it_is_about() {
+        let target = Target::AtMost(50e6);
+        assert_eq!(target.show(Some(Unit::Nanoseconds)), "at most 50 ms");
+        assert_eq!(Target::AtLeast(1.05).show(None), "at least 1.05");
     }
 
     #[test]

@@ -98,7 +98,8 @@ pub fn section(section: &Section) -> Rows {
                     } else {
                         "missed"
                     };
-                    format!("{target}: {met}")
+                    let unit = series.against.is_none().then_some(series.unit);
+                    format!("{}: {met}", target.show(unit))
                 }
                 None => DASH.to_owned(),
             });
@@ -158,7 +159,7 @@ pub fn targets(results: &Results) -> String {
             ),
             None => "not measured".to_owned(),
         };
-        let wanted = finding.target.map(|target| target.to_string());
+        let wanted = finding.target.map(|target| target.show(finding.unit));
         text += &format!(
             "\n  {}: {spread}, wanted {}",
             finding.id,

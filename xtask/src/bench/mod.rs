@@ -2,7 +2,7 @@
 //! equal images, and fio runs on them in turns. Likewise a borrowed virtio-blk disk and QEMU's own.
 //!
 //! [`drives`] measures both, [`measure`] runs fio once, [`ping_pong`] measures the latency
-//! of a device of [`testers`]. [`micro`] and [`neighbour`] need no guest.
+//! of a device of [`testers`]. [`micro`], [`neighbour`] and [`pauses`] need no guest.
 //! [`network`] compares a disk of another host with NVMe over TCP, [`nic`] a network device with QEMU's own,
 //! [`passthrough`] physical devices with themselves. `farside_bench` makes figures, tables, plots and the report.
 
@@ -17,6 +17,7 @@ mod nested;
 mod network;
 mod nic;
 mod passthrough;
+mod pauses;
 mod peer;
 mod ping_pong;
 mod testers;
@@ -67,15 +68,17 @@ struct Settings {
     rounds: u32,
     /// Turns of short measurements.
     turns: u32,
+    /// Kills of each process in a repeat.
+    kills: u32,
     /// The largest guest whose memory is locked, GiB.
     largest_gib: u64,
 }
 
 impl Settings {
     fn of(args: &Bench) -> Self {
-        let (repeats, seconds, sweep_step, rounds, turns, largest_gib) = match args.quick {
-            true => (2, 1, 32, 500, 3, 1),
-            false => (5, 3, 2, 3000, 21, 16),
+        let (repeats, seconds, sweep_step, rounds, turns, kills, largest_gib) = match args.quick {
+            true => (2, 1, 32, 500, 3, 3, 1),
+            false => (5, 3, 2, 3000, 21, 20, 16),
         };
         Self {
             repeats: args.repeats.unwrap_or(repeats),
@@ -85,6 +88,7 @@ impl Settings {
             sweep_step,
             rounds,
             turns,
+            kills,
             largest_gib,
         }
     }
@@ -139,6 +143,10 @@ pub(crate) fn run(args: &Bench) -> Result<()> {
         let turns = args.repeats.unwrap_or(settings.turns);
         let section = neighbour::measure(&program, &images.borrowed, turns, &progress)?;
         results.add(section)?;
+    }
+    if args.wants(Chapter::Pauses) {
+        let Settings { kills, repeats, .. } = settings;
+        results.add(pauses::measure(&program, kills, repeats, &progress)?)?;
     }
     let parameters = Parameters {
         program: &program,

@@ -49,6 +49,7 @@ pub(crate) fn run() -> Result<()> {
         // For `cargo xtask test`.
         println!("skipped: {NAME}: the neighbour's section needs two CPUs");
     }
+    section_is_full(&results, "pauses", 14, 1)?;
     knows_where(&results)?;
     for job in jobs {
         ensure!(stdout.contains(job), "{job} is not in the table:\n{stdout}");
