@@ -15,7 +15,7 @@ use farside_testbed::die_with_us;
 use crate::args::Soak;
 
 /// Chores to run in turn. A test binary accepts one filter.
-const ROUNDS: [Round; 15] = [
+const ROUNDS: [Round; 16] = [
     Round {
         name: "migration",
         arguments: "test --no-fail-fast --test migration",
@@ -84,6 +84,12 @@ const ROUNDS: [Round; 15] = [
         arguments: "test --no-fail-fast --test hardware_refusals -- does_not_stop_its_function",
         variables: &[("FARSIDE_KILLS", "1000")],
         seed: None,
+    },
+    Round {
+        name: "cuts",
+        arguments: "test --no-fail-fast --test network -- cuts::io_goes_on --nocapture",
+        variables: &[("FARSIDE_KILLS", "1000")],
+        seed: Some("FARSIDE_SEED"),
     },
     Round {
         name: "interleavings",

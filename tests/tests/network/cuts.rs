@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use farside_backend_api::ConnectionState;
 use farside_lender_protocol::DeviceStatus;
-use farside_tests::{SHORT, sha256};
+use farside_tests::{Keepers, SHORT, from_env, load::Random, sha256};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -20,6 +20,9 @@ const SILENCE: Duration = Duration::from_secs(13);
 
 /// In seconds.
 const YOUNG_LOST_AFTER: u64 = 5;
+
+/// Number of kills, and of cuts, unless `FARSIDE_KILLS` is set.
+const KILLS: u64 = 50;
 
 /// A boot id.
 pub const ANOTHER_SYSTEM: &str = "0c1d2e3f405162738495a6b7c8d9eaf0";
@@ -170,13 +173,49 @@ pub fn io_goes_on_after_a_silent_cut(stage: &mut Stage) -> Result<()> {
     Ok(())
 }
 
+/// Up to 1 s, which TCP bridges.
+pub fn io_goes_on_after_short_cuts(stage: &mut Stage) -> Result<()> {
+    stage.lend("disk0.img")?;
+    stage.serve("web1", 120)?;
+    stage.boot("web1")?.step("io 1M")?;
+    let mut random = Random::from_environment();
+    let mut pauses = Vec::new();
+    for round in 0..kills()? {
+        stage.vmm()?.begin(&format!("io 4M {}", offset(round)))?;
+        std::thread::sleep(Duration::from_micros(random.below(5000)));
+        stage.cut()?;
+        std::thread::sleep(Duration::from_millis(random.below(1000)));
+        stage.join()?;
+        let joined = Instant::now();
+        let io = stage.vmm()?.succeeded()?;
+        pauses.push(joined.elapsed());
+        check_medium(stage, "disk0.img", &io);
+    }
+    pauses.sort();
+    println!(
+        "{} cuts; I/O ends after the wire is back: median {:.1?}, at most {:.1?}",
+        pauses.len(),
+        pauses[pauses.len() / 2],
+        pauses[pauses.len() - 1]
+    );
+    Ok(())
+}
+
+fn kills() -> Result<u64> {
+    Ok(from_env("FARSIDE_KILLS")?.unwrap_or(KILLS))
+}
+
+/// Where a round does its I/O, in bytes.
+fn offset(round: u64) -> u64 {
+    (8 + 4 * (round % 10)) << 20
+}
+
 pub fn io_goes_on_when_worker_and_lender_are_killed(stage: &mut Stage) -> Result<()> {
     let mut lender = stage.lend("disk0.img")?;
     stage.serve("web1", 120)?;
     stage.boot("web1")?.step("io 1M")?;
-    for round in 0..6u64 {
-        let offset = (8 + 4 * round) << 20;
-        stage.vmm()?.begin(&format!("io 4M {offset}"))?;
+    for round in 0..kills()? {
+        stage.vmm()?.begin(&format!("io 4M {}", offset(round)))?;
         match round % 2 {
             0 => {
                 let pid = stage.daemon(lender).pid().to_string();
@@ -208,13 +247,18 @@ pub fn io_goes_on_when_the_backend_is_killed(stage: &mut Stage) -> Result<()> {
     let lender = stage.lend("disk0.img")?;
     let keeper = stage.serve_kept("web1", 120)?;
     stage.boot("web1")?.step("io 1M")?;
-    let mut last = None;
-    for round in 0..20u64 {
-        let offset = (8 + 4 * (round % 10)) << 20;
-        stage.vmm()?.begin(&format!("io 4M {offset}"))?;
+    let (mut last, mut killed) = (None, 0);
+    for round in 0..kills()? {
+        let began = Instant::now();
+        let killed_before = killed;
+        stage.vmm()?.begin(&format!("io 4M {}", offset(round)))?;
         last = Some(kill_backend(stage, keeper, last)?);
+        killed += 1;
         match round % 4 {
-            2 => last = Some(kill_backend(stage, keeper, last)?),
+            2 => {
+                last = Some(kill_backend(stage, keeper, last)?);
+                killed += 1;
+            }
             3 => {
                 let pid = stage.daemon(lender).pid().to_string();
                 // It may be between two workers.
@@ -224,10 +268,12 @@ pub fn io_goes_on_when_the_backend_is_killed(stage: &mut Stage) -> Result<()> {
         }
         let io = stage.vmm()?.succeeded()?;
         check_medium(stage, "disk0.img", &io);
+        let pause = Keepers::INTERVAL * (killed - killed_before) as u32;
+        std::thread::sleep(pause.saturating_sub(began.elapsed()));
     }
     let status = stage.near_status()?.0;
     let restarts = status.backend("web1").and_then(|it| it.restarts);
-    assert_eq!(restarts, Some(25));
+    assert_eq!(restarts, Some(killed));
     stage.end_vmm();
     stage.wait("disk0 free", |stage| {
         let status = stage.far_status()?.0;

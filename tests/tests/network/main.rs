@@ -44,6 +44,7 @@ fn main() {
         cuts::limits_hold_over_the_network,
         cuts::a_young_lease_is_kept_for_all_of_the_time,
         cuts::io_goes_on_after_a_silent_cut,
+        cuts::io_goes_on_after_short_cuts,
         cuts::io_goes_on_when_worker_and_lender_are_killed,
         cuts::io_goes_on_when_the_backend_is_killed,
         cuts::a_drive_that_is_out_of_reach_for_too_long_is_given_up,
@@ -58,7 +59,12 @@ fn main() {
         tester::a_device_without_a_medium_is_revoked,
     ]
     .map(|(name, test)| {
-        trial(name, Weight::Guests, move || {
+        // The soak kills and cuts a thousand times.
+        let weight = match name.starts_with("cuts::") {
+            true => Weight::Hosts,
+            false => Weight::Guests,
+        };
+        trial(name, weight, move || {
             if let Some(reason) = unable() {
                 return Ok(Completion::ignored_with(reason));
             }
