@@ -41,7 +41,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// Maximum pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// A connection that has lasted this long was one: the time of waiting, and the pauses, begin anew.
+/// A connection that has lasted this long was one, without I/O, too: the time of waiting, and the pauses, begin anew.
 const STABLE: Duration = Duration::from_secs(10);
 
 /// Time for the guest to release a device that is given up.
@@ -259,9 +259,9 @@ impl Keeping {
         while let Ok(notice) = self.keeper.notices.recv() {
             match notice {
                 Notice::Release(limit) => self.handle.release(limit),
-                Notice::Lost(error) => {
+                Notice::Lost { error, went_on } => {
                     let error = Chain(&error).to_string();
-                    if self.reconnected.is_none_or(|at| at.elapsed() >= STABLE) {
+                    if went_on || self.reconnected.is_none_or(|at| at.elapsed() >= STABLE) {
                         (self.since, self.pause) = (Instant::now(), FIRST_PAUSE);
                     }
                     log::warn!(

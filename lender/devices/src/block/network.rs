@@ -40,7 +40,12 @@ const TIMER: u64 = 2;
 #[derive(Debug)]
 pub enum Notice {
     /// The connection has ended: the engine waits for the next.
-    Lost(LinkError),
+    Lost {
+        /// Why.
+        error: LinkError,
+        /// I/O has gone on over it: all that had waited for it was answered.
+        went_on: bool,
+    },
     /// The lender takes the device back, within this time.
     Release(Duration),
 }
@@ -143,6 +148,10 @@ pub(super) struct Network {
     operations: Box<[Option<Operation>]>,
     outstanding: usize,
     number: u64,
+    /// Operations below this number have waited for this connection.
+    waited: u64,
+    /// This connection has answered an operation.
+    has_answered: bool,
     finished: Vec<(Tag, i32)>,
     condition: Condition,
     /// Since when the owner waits for everything in flight.
@@ -188,6 +197,8 @@ impl Network {
             operations: (0..depth).map(|_| None).collect(),
             outstanding: 0,
             number: 0,
+            waited: 0,
+            has_answered: false,
             finished: Vec::with_capacity(depth.into()),
             condition: Condition {
                 size,
@@ -205,6 +216,8 @@ impl Network {
 
     /// Ends the connection.
     fn lose(&mut self, error: LinkError) {
+        let mut unanswered = self.operations.iter().flatten();
+        let went_on = self.has_answered && unanswered.all(|it| it.number >= self.waited);
         // Its descriptor leaves the epoll instance as it is closed.
         self.state = State::Waiting;
         if let LinkError::Memory(frame) = &error {
@@ -216,7 +229,7 @@ impl Network {
                 .for_each(|tag| self.finish(tag, -libc::EFAULT));
         }
         // Fails if nobody keeps the connection any more: then the process is about to end.
-        if self.notices.send(Notice::Lost(error)).is_err() {
+        if self.notices.send(Notice::Lost { error, went_on }).is_err() {
             self.give_up();
         }
     }
@@ -225,6 +238,7 @@ impl Network {
         let operation = self.operations.get_mut(usize::from(tag));
         if operation.and_then(Option::take).is_some() {
             self.outstanding -= 1;
+            self.has_answered = true;
             self.finished.push((tag, result));
         }
     }
@@ -242,6 +256,7 @@ impl Network {
 
     /// Takes the next connection, and sends over it what has no answer.
     fn reconnect(&mut self, mut link: Box<Link>) {
+        (self.waited, self.has_answered) = (self.number, false);
         if let Err(error) = watch(&self.epoll, &link) {
             return self.lose(LinkError::System(error));
         }

@@ -119,7 +119,7 @@ impl Pair {
         self.lent = None;
         self.turn();
         let notice = self.keeper.notices.try_recv().unwrap();
-        assert!(matches!(notice, Notice::Lost(_)), "{notice:?}");
+        assert!(matches!(notice, Notice::Lost { .. }), "{notice:?}");
     }
 
     fn reconnect(&mut self) {

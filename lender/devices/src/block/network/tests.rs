@@ -61,9 +61,12 @@ impl Pair {
     }
 
     /// A cut that the borrower notices.
-    fn cut(&mut self) {
+    fn cut(&mut self) -> Notice {
         self.lent = None;
-        while self.keeper.notices.try_recv().is_err() {
+        loop {
+            if let Ok(notice) = self.keeper.notices.try_recv() {
+                return notice;
+            }
             self.queue.turn();
             self.queue.is_busy();
         }
@@ -172,7 +175,7 @@ proptest! {
                     expected[offset as usize..offset as usize + len].fill(n);
                     in_flight[slot] = true;
                 }
-                2 if pair.lent.is_some() => pair.cut(),
+                2 if pair.lent.is_some() => drop(pair.cut()),
                 _ if pair.lent.is_none() => pair.reconnect(),
                 _ => pair.serve(),
             }
@@ -475,6 +478,30 @@ fn a_borrower_that_knows_no_limits_is_held_back() {
     );
 }
 
+/// Then the time for which I/O waits begins anew.
+#[test]
+fn a_connection_counts_once_all_that_had_waited_for_it_was_answered() {
+    let mut pair = Pair::new(false);
+    let went_on = |pair: &mut Pair| match pair.cut() {
+        Notice::Lost { went_on, .. } => went_on,
+        notice => panic!("{notice:?}"),
+    };
+    assert!(!went_on(&mut pair), "a connection without I/O");
+    pair.reconnect();
+    pair.write(0, 0, 4096, 1);
+    assert_eq!(pair.done().0, 0);
+    assert!(went_on(&mut pair));
+    pair.write(1, 4096, 4096, 2);
+    pair.reconnect();
+    assert!(!went_on(&mut pair), "what had waited has no answer");
+    pair.reconnect();
+    assert_eq!(pair.done().0, 1);
+    pair.lent = None;
+    // Only what came afterwards waits.
+    pair.write(2, 8192, 4096, 3);
+    assert!(went_on(&mut pair));
+}
+
 /// Its memory is still sent from: an answer that comes before costs the connection, not the memory.
 #[test]
 fn a_write_that_was_not_sent_whole_is_not_over_whatever_the_lender_says() {
@@ -503,7 +530,7 @@ fn a_write_that_was_not_sent_whole_is_not_over_whatever_the_lender_says() {
     let notice = keeper.notices.try_recv().unwrap();
     let is_refused = matches!(
         notice,
-        Notice::Lost(LinkError::Frame(FrameError::Unexpected(frame))) if frame == done
+        Notice::Lost { error: LinkError::Frame(FrameError::Unexpected(frame)), .. } if frame == done
     );
     assert!(is_refused, "{notice:?}");
 }
