@@ -51,9 +51,8 @@ impl MemoryRange {
     /// # Errors
     /// The error of the system call.
     pub fn id(&self) -> io::Result<MemoryId> {
-        let status = rustix::fs::fstat(&self.file)?;
         Ok(MemoryId {
-            file: (status.st_dev, status.st_ino),
+            file: file_id(&self.file)?,
             offset: self.offset,
             len: self.len,
             writable: self.writable,
@@ -72,6 +71,12 @@ pub struct MemoryId {
     writable: bool,
 }
 
+/// Device and inode.
+fn file_id(file: &File) -> io::Result<(u64, u64)> {
+    let status = rustix::fs::fstat(file)?;
+    Ok((status.st_dev, status.st_ino))
+}
+
 /// Makes a memfd of `len` zero bytes whose size can never change. `name` shows
 /// up in `/proc`.
 pub fn create_sealed(name: &str, len: u64) -> io::Result<OwnedFd> {
@@ -88,6 +93,8 @@ pub(crate) struct MappedFile {
     guard: Guarded,
     mapping: Mapping,
     _charge: Option<Charge>,
+    /// Device and inode.
+    file: (u64, u64),
     /// Where it begins in the file.
     offset: u64,
     page_size: u64,
@@ -112,6 +119,7 @@ impl MappedFile {
             guard,
             mapping,
             _charge: charge,
+            file: file_id(file)?,
             offset: backing.offset,
             page_size: backing.page_size,
             writable,
@@ -289,6 +297,16 @@ impl HostSlice {
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Which memory this is, as [`MemoryRange::id`].
+    pub fn id(&self) -> MemoryId {
+        MemoryId {
+            file: self.memory.mapped.file,
+            offset: self.memory.file_offset() + self.offset as u64,
+            len: self.len as u64,
+            writable: self.memory.is_writable(),
+        }
     }
 
     /// The memory that it is a part of.

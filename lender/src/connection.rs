@@ -322,6 +322,14 @@ fn check_state(device: &DeviceId, state: &OwnedFd) -> Result<(), RemoteError> {
     }
 }
 
+/// The user of a process of this host.
+fn user_of(connection: &Channel) -> Option<u32> {
+    match connection.identity() {
+        Ok(Identity::User { uid, .. }) => Some(uid),
+        _ => None,
+    }
+}
+
 /// Moves the connection into the device's thread, which answers the request.
 fn lend(
     connection: Channel,
@@ -360,7 +368,7 @@ fn lend(
             granted.map(|(grant, chain)| (grant, Some(chain)))
         }
         _ => registry
-            .grant(&device, &vm, fence)
+            .grant(&device, &vm, user_of(&connection), fence)
             .map(|grant| (grant, None)),
     };
     let (grant, chain) = match granted {

@@ -14,7 +14,7 @@ use crate::{
     device_loop::Lendable,
     model::ModelDevice,
     server::StartError,
-    vfio::{self, FaultWatch, VfioDevice},
+    vfio::{self, FaultWatch, SharedGroup, VfioDevice},
     vfio_user::{ServerDevice, ServerError},
     worker::{ANOTHER_KIND, Adopted, WorkerDevice, Workers},
 };
@@ -27,6 +27,8 @@ pub(crate) struct OpenedDevice {
     pub(crate) device: Lendable,
     /// Who may borrow it.
     pub(crate) borrowers: Vec<Borrower>,
+    /// The IOMMU group that it shares with others of this lender.
+    pub(crate) group: Option<Arc<SharedGroup>>,
 }
 
 /// The devices of a lender.
@@ -66,6 +68,7 @@ pub(crate) fn open(
                     source,
                 })?,
                 borrowers: device.borrowers.clone(),
+                group: None,
             });
         }
     }
@@ -80,6 +83,7 @@ pub(crate) fn open(
                     source: source.into(),
                 })?,
                 borrowers: device.borrowers.clone(),
+                group: None,
             });
         }
     }
@@ -101,7 +105,22 @@ pub(crate) fn open(
                 }
                 (lease, ..) => lease,
             };
-            let workers = workers.filter(|_| SecondHandle::can_take_down(api));
+            let group = found.group.clone();
+            let (lease, known) = match (&group, lease, workers) {
+                (Some(_), Some(lease), Some(workers)) => {
+                    let why = "it shares its IOMMU group with another device now";
+                    lease.end(&workers.keeper, None, why);
+                    (None, None)
+                }
+                (_, lease, _) => (lease, known),
+            };
+            if let Some(group) = &group {
+                log::info!(
+                    "device {id} shares IOMMU group {} with others of this lender: one VM at a time has them",
+                    group.number
+                );
+            }
+            let workers = workers.filter(|_| group.is_none() && SecondHandle::can_take_down(api));
             let device = VfioDevice::open(
                 found,
                 api,
@@ -126,6 +145,7 @@ pub(crate) fn open(
                 id,
                 device,
                 borrowers,
+                group,
             });
         }
     }

@@ -29,6 +29,7 @@ use crate::{
     refusals::{failed, invalid, limit},
     source::Report,
     tokens::RegisterTokens,
+    vfio::SharedGroup,
 };
 pub(crate) use grant::Grant;
 use keep::end_chain;
@@ -148,6 +149,8 @@ struct Slot {
     medium: Option<ImageId>,
     /// It goes on as it runs when its worker is gone.
     runs_on: bool,
+    /// Its IOMMU group, if others of it are lent, too.
+    group: Option<Arc<SharedGroup>>,
     /// The connection of its last lease was cut, or its process has ended.
     kept: Option<Kept>,
 }
@@ -155,6 +158,8 @@ struct Slot {
 /// The record of a lease.
 struct Held {
     vm: VmName,
+    /// The borrower's user on this host, if the device may share an IOMMU group.
+    user: Option<u32>,
     generation: Generation,
     since: Instant,
     /// Its VM goes on over another connection: the device's thread has been asked to end it.
@@ -283,6 +288,7 @@ impl Registry {
             revoked: Revocation::NotLent,
             medium: None,
             runs_on: false,
+            group: None,
             kept: None,
         };
         records.slots.insert(id.to_owned(), slot);

@@ -34,6 +34,7 @@ mod in_worker;
 mod irqs;
 mod leased;
 mod rom;
+mod shared;
 
 use std::{
     os::fd::OwnedFd,
@@ -64,9 +65,14 @@ pub(crate) use in_worker::{FunctionConfig, WorkerFunction};
 pub(crate) use irqs::{FunctionIrqs, Raises};
 use leased::{LeasedFunction, Opened, Owner, open_clean};
 use rom::Rom;
+pub(crate) use shared::SharedGroup;
 
 /// Why a function is not lent over the network.
 const NO_NETWORK: &str = "a physical function is reached through an NTB between the hosts, not over the network: lend its block device instead (`--nvme ID=/dev/nvme0n1`)";
+
+/// Why a function that shares its IOMMU group does not cross an NTB: what is mapped for both would stay for one when the
+/// adapter lends its windows to another VM.
+const NO_NTB: &str = "it shares its IOMMU group with another device of this lender: VMs of this host can borrow it, and not those across an NTB; lend one function of the group";
 
 /// A physical function. Clones are the same one.
 #[derive(Clone)]
@@ -82,6 +88,7 @@ struct Bound {
     address_bits: Option<u32>,
     allow_dirty: bool,
     ntb: Option<Adapter>,
+    group: Option<Arc<SharedGroup>>,
     watch: Arc<FaultWatch>,
     stop: Wakeup,
     history: Mutex<History>,
@@ -136,6 +143,7 @@ impl VfioDevice {
             allow_dirty,
             host,
             rom,
+            group,
             ..
         } = found;
         let mut probed = match known.map_or_else(|| look_at(api, bdf), Ok) {
@@ -175,6 +183,7 @@ impl VfioDevice {
             host,
             allow_dirty,
             ntb,
+            group,
             watch,
             stop,
         })))
@@ -301,6 +310,7 @@ impl Available for VfioDevice {
                     .fold(0u64, |sum, (_, len)| sum.saturating_add(*len));
                 check_memlock(total).map_err(|error| named(&error))
             }
+            Transport::Ntb if self.0.group.is_some() => Err(named(&NO_NTB)),
             Transport::Ntb => {
                 let adapter = adapter(self.0.ntb.as_ref())?;
                 let spans: Vec<u64> = ranges.iter().map(|(_, len)| *len).collect();
@@ -335,9 +345,15 @@ impl DeviceSource for VfioDevice {
     ) -> Result<Leased, NotLeased> {
         let bound = &self.0;
         let opened = self.check_lease(&memory.bars).and_then(|()| {
-            let function = open_clean(&bound.id, &self.config(), &bound.stop)?;
+            let function = open_clean(
+                &bound.id,
+                &self.config(),
+                bound.group.as_deref(),
+                &bound.stop,
+            )?;
             match transport {
                 Transport::SharedMemory => Opened::local(&bound.probed.described, function, None),
+                Transport::Ntb if bound.group.is_some() => Err(unsupported(NO_NTB)),
                 Transport::Ntb => {
                     let adapter = adapter(bound.ntb.as_ref())?;
                     Opened::across(adapter, &bound.id, vm, &bound.probed.described, function)
@@ -362,7 +378,11 @@ impl DeviceSource for VfioDevice {
 impl Owner for VfioDevice {
     fn ended(self: Box<Self>, function: Arc<Function>, vm: VmName) -> Box<dyn DeviceSource> {
         // Closing the descriptor ends its interrupts and mappings; the kernel resets it again.
-        let closed = Arc::into_inner(function).map(Function::close);
+        let close = |function| match &self.0.group {
+            Some(group) => group.close(function),
+            None => Function::close(function),
+        };
+        let closed = Arc::into_inner(function).map(close);
         let closed = closed.unwrap_or_else(|| {
             log::error!("device {}: kept open by a bug in the lender", self.0.id);
             Ok(())

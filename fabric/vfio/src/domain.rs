@@ -1,12 +1,14 @@
 //! One IOMMU domain and its mappings.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use farside_error_chain::Chain;
 use farside_fabric::memory::HostSlice;
-use farside_fabric::{AddressRange, Iova, PAGE_SIZE, RangeTable};
+use farside_fabric::{AddressRange, FabricError, Iova, PAGE_SIZE, RangeTable};
 use farside_pci::Bdf;
 use rustix::process::{Resource, getrlimit};
 use serde::{Deserialize, Serialize};
@@ -18,14 +20,35 @@ use crate::{Api, Function, RegionMemory, VfioError};
 /// The last page of the address space is not mapped: a range has an end.
 const END: u64 = u64::MAX - (PAGE_SIZE - 1);
 
+/// Timeout for the other functions of a domain to unmap what the VM has replaced: its VMM tells each of them.
+const OTHERS: Duration = Duration::from_secs(2);
+
 /// An IOMMU domain: the memory that its functions can reach by DMA. Clones share it. Initially
 /// empty; all mappings end with the last handle and the last function.
+///
+/// Memory that is mapped again at the same place, for another function of the domain, is unmapped with its last user. Other
+/// memory waits until those have unmapped what is there.
 #[derive(Clone)]
 pub struct Domain(Arc<Inner>);
+
+/// A [`Domain`] that ends with its other users.
+#[derive(Clone, Debug, Default)]
+pub struct WeakDomain(Weak<Inner>);
+
+impl WeakDomain {
+    /// The domain, if it has functions.
+    pub fn upgrade(&self) -> Option<Domain> {
+        let domain = Domain(self.0.upgrade()?);
+        let has_functions = domain.0.state().functions != 0;
+        has_functions.then_some(domain)
+    }
+}
 
 struct Inner {
     iommu: Iommu,
     state: Mutex<State>,
+    /// Of several functions: a mapping was unmapped.
+    unmapped: Condvar,
 }
 
 #[derive(Default)]
@@ -33,6 +56,8 @@ struct State {
     /// Functions that are open in it.
     functions: usize,
     mapped: RangeTable<Iova, Target>,
+    /// The further users of mappings, by where these start.
+    again: BTreeMap<Iova, usize>,
     /// There may be mappings of a process that is gone.
     inherited: bool,
     /// All was unmapped, also what is in the table.
@@ -41,7 +66,7 @@ struct State {
 
 /// The mappings, whose memory stays mapped into this process.
 enum Target {
-    Memory { _slice: HostSlice },
+    Memory(HostSlice),
     Region { _region: Arc<RegionMemory> },
 }
 
@@ -65,6 +90,7 @@ impl Domain {
         Ok(Self(Arc::new(Inner {
             iommu: Iommu::new(api)?,
             state: Mutex::default(),
+            unmapped: Condvar::new(),
         })))
     }
 
@@ -76,12 +102,18 @@ impl Domain {
                 inherited: true,
                 ..State::default()
             }),
+            unmapped: Condvar::new(),
         }))
     }
 
     /// The API that created it.
     pub fn api(&self) -> Api {
         self.0.iommu.api()
+    }
+
+    /// The domain, which ends with its other users.
+    pub fn downgrade(&self) -> WeakDomain {
+        WeakDomain(Arc::downgrade(&self.0))
     }
 
     /// Opens a function in this domain. It must be bound to vfio-pci. From now on its DMA goes
@@ -106,16 +138,32 @@ impl Domain {
     /// then.
     pub fn map(&self, at: Iova, memory: &HostSlice, writable: bool) -> Result<(), VfioError> {
         let mut state = self.0.state();
-        let range = state.check(at, memory.len() as u64)?;
+        let deadline = Instant::now() + OTHERS;
+        let range = loop {
+            if state.use_again(at, memory)? {
+                return Ok(());
+            }
+            let checked = state.check(at, memory.len() as u64);
+            let overlaps = matches!(
+                checked,
+                Err(VfioError::Range(FabricError::Overlap { .. })) if state.functions > 1
+            );
+            let left = deadline.saturating_duration_since(Instant::now());
+            if !overlaps || left.is_zero() {
+                break checked?;
+            }
+            let woken = self.0.unmapped.wait_timeout(state, left);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        };
         match self.0.iommu.map(at, memory, writable) {
             // By the process before, for the same borrower: its device reaches nobody else's memory if that was another
             // range.
             Err(error) if state.inherited && error.raw_os_error() == Some(libc::EEXIST) => {}
             mapped => mapped.map_err(|error| self.0.explain(range, error))?,
         }
-        let _slice = memory.clone();
+        let slice = memory.clone();
         state.emptied = false;
-        state.mapped.map(range, Target::Memory { _slice })?;
+        state.mapped.map(range, Target::Memory(slice))?;
         Ok(())
     }
 
@@ -169,7 +217,8 @@ impl Domain {
             return Ok(());
         }
         let inside = state.mapped.inside(AddressRange::new(at, len)?)?;
-        let inside: Vec<_> = inside.iter().map(|(range, _)| *range).collect();
+        let mut inside: Vec<_> = inside.iter().map(|(range, _)| *range).collect();
+        inside.retain(|range| state.has_last_user(range.start()));
         self.0.unmap(&mut state, &inside)
     }
 
@@ -206,6 +255,7 @@ impl Domain {
             source,
         })?;
         state.mapped = RangeTable::default();
+        state.again.clear();
         (state.inherited, state.emptied) = (false, true);
         Ok(())
     }
@@ -298,6 +348,7 @@ impl Inner {
             let (unmapped, source) = match self.iommu.unmap(at, len) {
                 Ok(unmapped) if unmapped == len => {
                     state.mapped.unmap(range)?;
+                    self.unmapped.notify_all();
                     continue;
                 }
                 Ok(unmapped) => (unmapped, io::ErrorKind::UnexpectedEof.into()),
@@ -330,6 +381,7 @@ impl Inner {
     }
 
     fn unmap_all(&self, state: &mut State) -> Result<(), VfioError> {
+        state.again.clear();
         let rows = state.mapped.rows().iter();
         let all: Vec<_> = rows.map(|(range, _)| *range).collect();
         self.unmap(state, &all)
@@ -374,6 +426,35 @@ impl Drop for Inner {
 }
 
 impl State {
+    /// Adds a user to the mapping of exactly this memory at `at`. Returns false if there is none.
+    fn use_again(&mut self, at: Iova, memory: &HostSlice) -> Result<bool, VfioError> {
+        let range = AddressRange::new(at, memory.len() as u64)?;
+        let is_mapped = match self.mapped.find(at) {
+            Some((found, Target::Memory(slice))) => *found == range && slice.id() == memory.id(),
+            _ => false,
+        };
+        // One function maps nothing twice.
+        if !is_mapped || self.functions < 2 {
+            return Ok(false);
+        }
+        *self.again.entry(at).or_default() += 1;
+        Ok(true)
+    }
+
+    /// Removes a user of a mapping, unless it is the last one.
+    fn has_last_user(&mut self, at: Iova) -> bool {
+        match self.again.get_mut(&at) {
+            None => true,
+            Some(more) => {
+                *more -= 1;
+                if *more == 0 {
+                    self.again.remove(&at);
+                }
+                false
+            }
+        }
+    }
+
     /// Whether a range can be mapped, as far as this side can check.
     fn check(&self, at: Iova, len: u64) -> Result<AddressRange<Iova>, VfioError> {
         let range = AddressRange::new(at, len)?;
@@ -398,7 +479,6 @@ impl fmt::Debug for Domain {
 
 #[cfg(test)]
 mod tests {
-    use farside_fabric::FabricError;
     use farside_fabric::memory::SharedMemory;
 
     use super::*;
@@ -411,13 +491,41 @@ mod tests {
         state.functions = 1;
         let range = state.check(Iova::new(0), 8192).unwrap();
         let memory = SharedMemory::anonymous(8192).unwrap();
-        let _slice = memory.slice(0, 8192).unwrap();
-        state.mapped.map(range, Target::Memory { _slice }).unwrap();
+        let target = Target::Memory(memory.slice(0, 8192).unwrap());
+        state.mapped.map(range, target).unwrap();
         let error = state.check(Iova::new(4096), 4096).unwrap_err();
         let overlap = matches!(error, VfioError::Range(FabricError::Overlap { .. }));
         assert!(overlap, "{error}");
         let error = state.check(Iova::new(1), 4096).unwrap_err();
         let unaligned = matches!(error, VfioError::Range(FabricError::Unaligned { .. }));
         assert!(unaligned, "{error}");
+    }
+
+    #[test]
+    fn memory_of_two_functions_is_unmapped_with_its_last_user() {
+        let memory = SharedMemory::anonymous(8192).unwrap();
+        let slice = |offset, len| memory.slice(offset, len).unwrap();
+        let mut state = State {
+            functions: 2,
+            ..State::default()
+        };
+        let at = Iova::new(0x10000);
+        assert!(!state.use_again(at, &slice(0, 4096)).unwrap());
+        let range = state.check(at, 4096).unwrap();
+        let target = Target::Memory(slice(0, 4096));
+        state.mapped.map(range, target).unwrap();
+        assert!(state.use_again(at, &slice(0, 4096)).unwrap());
+        // Another place in the file, more of it, another file.
+        let other = SharedMemory::anonymous(4096).unwrap();
+        let other = other.slice(0, 4096).unwrap();
+        for slice in [slice(4096, 4096), slice(0, 8192), other] {
+            assert!(!state.use_again(at, &slice).unwrap());
+            assert!(state.check(at, slice.len() as u64).is_err());
+        }
+        assert!(!state.has_last_user(at));
+        assert!(state.has_last_user(at));
+        // A function alone maps nothing twice.
+        state.functions = 1;
+        assert!(!state.use_again(at, &slice(0, 4096)).unwrap());
     }
 }

@@ -46,7 +46,7 @@ mod usable;
 
 pub use api::Api;
 pub use description::{Region, config_size, describe};
-pub use domain::{Domain, DomainUsage};
+pub use domain::{Domain, DomainUsage, WeakDomain};
 pub use error::VfioError;
 pub use function::{Function, check_free, nodes};
 pub use ioctl::requests;

@@ -1,12 +1,18 @@
 //! Leases that begin.
 
-use std::{sync::MutexGuard, time::Instant};
+use std::{
+    sync::{Arc, MutexGuard},
+    time::Instant,
+};
 
 use farside_daemon::{DeviceId, VmName};
-use farside_lender_protocol::{Generation, HeldFence, RemoteError};
+use farside_lender_protocol::{ErrorKind, Generation, HeldFence, RemoteError};
 
 use super::{DeviceRequest, Held, Lease, Records, Registry, keep::end_chain, unknown};
-use crate::chains::{Chain, Kept};
+use crate::{
+    chains::{Chain, Kept},
+    vfio::SharedGroup,
+};
 
 /// A lease that the registry has recorded, and the device's thread does not have yet. Holds the
 /// registry's lock, so that a device's thread receives leases and handovers in the order of their
@@ -28,6 +34,7 @@ impl<'a> Grant<'a> {
         mut records: MutexGuard<'a, Records>,
         id: &'a DeviceId,
         vm: &VmName,
+        user: Option<u32>,
         chain: Option<Chain>,
         goes_on: bool,
     ) -> Result<Self, RemoteError> {
@@ -40,6 +47,7 @@ impl<'a> Grant<'a> {
         slot.generation = generation;
         slot.lease = Some(Held {
             vm: vm.to_owned(),
+            user,
             generation,
             since: Instant::now(),
             superseded: false,
@@ -83,6 +91,7 @@ impl Registry {
             slot.generation = slot.generation.max(generation);
             slot.lease = Some(Held {
                 vm: vm.to_owned(),
+                user: None,
                 generation,
                 since,
                 superseded: false,
@@ -90,11 +99,13 @@ impl Registry {
         }
     }
 
-    /// Grants a lease, or refuses with the current holder or the VM's fence.
+    /// Grants a lease, or refuses with the current holder, or that of a function of the same IOMMU group, or the VM's fence.
+    /// `user` is that of the borrower's process on this host.
     pub(crate) fn grant<'a>(
         &'a self,
         id: &'a DeviceId,
         vm: &VmName,
+        user: Option<u32>,
         fence: Option<HeldFence>,
     ) -> Result<Grant<'a>, RemoteError> {
         let records = self.lock();
@@ -106,6 +117,44 @@ impl Registry {
             return Err(holder.refusal(id));
         }
         slot.check_kept(id, vm)?;
-        Grant::begin(records, id, vm, None, false)
+        records.check_group(id, vm, user)?;
+        Grant::begin(records, id, vm, user, None, false)
+    }
+
+    /// Records that a device shares its IOMMU group with others.
+    pub(crate) fn set_group(&self, id: &DeviceId, group: Arc<SharedGroup>) {
+        if let Some(slot) = self.lock().slots.get_mut(id) {
+            slot.group = Some(group);
+        }
+    }
+}
+
+impl Records {
+    /// Refuses a function while another of its IOMMU group has another VM, or one of that name of another user: both would
+    /// reach the memory of either.
+    fn check_group(
+        &self,
+        id: &DeviceId,
+        vm: &VmName,
+        user: Option<u32>,
+    ) -> Result<(), RemoteError> {
+        let Some(group) = self.slots.get(id).and_then(|slot| slot.group.as_deref()) else {
+            return Ok(());
+        };
+        for other in &group.devices {
+            let held = self.slots.get(other).and_then(|slot| slot.lease.as_ref());
+            if let Some(held) = held
+                && (held.vm != *vm || user.is_none() || held.user != user)
+            {
+                return Err(RemoteError {
+                    kind: ErrorKind::Busy,
+                    message: format!(
+                        "device {id} shares IOMMU group {} with {other}, which VM {} has: one VM at a time can have functions of a group",
+                        group.number, held.vm
+                    ),
+                });
+            }
+        }
+        Ok(())
     }
 }

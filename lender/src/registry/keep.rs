@@ -196,7 +196,7 @@ impl Registry {
             secret: chain.secret,
             goes_on: going.resumes.is_some(),
         };
-        let grant = Grant::begin(records, id, vm, Some(chain), granted.goes_on)?;
+        let grant = Grant::begin(records, id, vm, None, Some(chain), granted.goes_on)?;
         Ok((grant, granted))
     }
 

@@ -36,7 +36,7 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
     let (id, vm) = ("disk0".parse().unwrap(), "a".parse().unwrap());
     let requests = add(&registry, &id);
 
-    let grant = registry.grant(&id, &vm, None).unwrap();
+    let grant = registry.grant(&id, &vm, None, None).unwrap();
     let lease = Lease {
         connection: Channel::pair().unwrap().0,
         vm: vm.clone(),
@@ -119,4 +119,36 @@ fn a_revocation_of_a_kept_function_waits_until_it_is_let_go() {
     });
     // A chain that has ended is not kept.
     assert!(!registry.keep_running(&id, generation));
+}
+
+/// The name of a VM is what its borrower states: the user counts, too.
+#[test]
+fn functions_of_a_group_are_lent_to_one_vm_of_one_user() {
+    let registry = Registry::new(FenceBook::default());
+    let ids: [DeviceId; 3] = ["gpu", "audio", "disk0"].map(|id| id.parse().unwrap());
+    let [gpu, audio, disk] = &ids;
+    let _requests = ids.each_ref().map(|id| add(&registry, id));
+    let group = SharedGroup::new(17, vec![gpu.clone(), audio.clone()]);
+    for id in [gpu, audio] {
+        registry.set_group(id, Arc::clone(&group));
+    }
+    let vm = |name: &str| -> VmName { name.parse().unwrap() };
+    let begin = |id, name, user| {
+        let grant = registry.grant(id, &vm(name), user, None)?;
+        Ok::<_, RemoteError>(grant.generation())
+    };
+    let generation = begin(gpu, "web1", Some(1000)).unwrap();
+    for (name, user) in [("web2", Some(1000)), ("web1", Some(1001)), ("web1", None)] {
+        let error = begin(audio, name, user).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Busy);
+        let words = ["device audio", "IOMMU group 17", "gpu", "VM web1"];
+        let named = words.iter().all(|word| error.message.contains(word));
+        assert!(named, "{name} of {user:?}: {error}");
+    }
+    begin(disk, "web2", Some(1001)).unwrap();
+    begin(audio, "web1", Some(1000)).unwrap();
+    // Until the last one is returned.
+    registry.release(gpu, generation, Release::Over(Revocation::Released));
+    begin(gpu, "web2", Some(1000)).unwrap_err();
+    begin(gpu, "web1", Some(1000)).unwrap();
 }

@@ -81,6 +81,7 @@ impl Devices {
             id,
             mut device,
             borrowers,
+            group,
         } = opened;
         let failed = |source: RemoteError| StartError::Device {
             id: id.clone(),
@@ -125,6 +126,9 @@ impl Devices {
             .add(&id, kind, described, queue, access, first_generation())
             .map_err(failed)?;
         self.registry.set_rom(&id, rom);
+        if let Some(group) = group {
+            self.registry.set_group(&id, group);
+        }
         if let Lendable::InWorker(device) = &device
             && let Some(adopted) = device.adopted()
         {
@@ -193,6 +197,7 @@ impl Devices {
             id: id.clone(),
             device,
             borrowers,
+            group: None,
         };
         if let Some(announced) = &*self.announced() {
             announced.add(&id).map_err(invalid)?;

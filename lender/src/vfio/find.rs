@@ -1,13 +1,16 @@
 //! Finds the configured functions and binds them to vfio-pci.
 
-use std::path::PathBuf;
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 
 use farside_daemon::{DeviceId, GroupError, NameError};
 use farside_host_pci::{Binding, CreatedVfs, Filter, Force, HostPci, PciError};
 use farside_pci::Bdf;
 use farside_vfio::{Api, VfioError};
 
-use super::rom::{BadRom, Rom};
+use super::{
+    rom::{BadRom, Rom},
+    shared::SharedGroup,
+};
 use crate::config::{Borrower, Config, DeviceConfig, Source, VfioConfig, VfsConfig};
 
 /// A function bound to vfio-pci.
@@ -20,6 +23,8 @@ pub(crate) struct Found {
     pub(crate) rom: Rom,
     /// Who may borrow it.
     pub(crate) borrowers: Vec<Borrower>,
+    /// Its IOMMU group, if others of it are lent, too.
+    pub(crate) group: Option<Arc<SharedGroup>>,
 }
 
 /// Why the functions of a lender cannot be bound, or returned to their drivers.
@@ -76,7 +81,7 @@ pub(crate) fn create_vfs(host: &HostPci, config: &Config) -> Result<Vec<CreatedV
     Ok(config.vfs.iter().map(create).collect::<Result<_, _>>()?)
 }
 
-/// Binds all functions of `config`, and checks that each can have its own IOMMU domain. `bound` gets
+/// Binds all functions of `config`, and checks that each can have an IOMMU domain that no driver of the host shares. `bound` gets
 /// each binding at once: on an error they are dropped.
 pub(crate) fn find(
     host: &HostPci,
@@ -93,8 +98,19 @@ pub(crate) fn find(
         }
     }
     let lent: Vec<Bdf> = found.iter().map(|found| found.bdf).collect();
-    for bdf in &lent {
-        host.group(bdf)?.viable(bdf, &lent)?;
+    let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+    for (n, bdf) in lent.iter().enumerate() {
+        let group = host.group(bdf)?;
+        group.viable(bdf, &lent)?;
+        groups.entry(group.id).or_default().push(n);
+    }
+    groups.retain(|_, members| members.len() > 1);
+    for (number, members) in groups {
+        let devices = members.iter().map(|&n| found[n].id.clone()).collect();
+        let group = SharedGroup::new(number, devices);
+        for n in members {
+            found[n].group = Some(Arc::clone(&group));
+        }
     }
     Ok(found)
 }
@@ -137,6 +153,7 @@ fn find_of(
             host: host.clone(),
             rom: rom.clone(),
             borrowers: device.borrowers.clone(),
+            group: None,
         });
     }
     Ok(())

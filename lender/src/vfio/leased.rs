@@ -16,7 +16,8 @@ use farside_vfio::{Domain, Function, LocalPath, VfioError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
-    FunctionConfig, config_space::ForwardedRegisters, dma_path::DmaPath, irqs::FunctionIrqs,
+    FunctionConfig, SharedGroup, config_space::ForwardedRegisters, dma_path::DmaPath,
+    irqs::FunctionIrqs,
 };
 use crate::{
     refusals::{failed, internal, refused},
@@ -284,13 +285,14 @@ impl LeasedDevice for LeasedFunction {
     }
 }
 
-/// Opens a function in a new domain, and resets it if it can be reset.
+/// Opens a function in a new domain, or that of its group, and resets it if it can be reset.
 pub(super) fn open_clean(
     id: &DeviceId,
     config: &FunctionConfig,
+    group: Option<&SharedGroup>,
     stop: &Wakeup,
 ) -> Result<Arc<Function>, RemoteError> {
-    let function = open_when_free(id, config, stop)?;
+    let function = open_when_free(id, config, group, stop)?;
     if function.can_reset() {
         function.reset().map_err(internal)?;
     }
@@ -301,6 +303,7 @@ pub(super) fn open_clean(
 fn open_when_free(
     id: &DeviceId,
     config: &FunctionConfig,
+    group: Option<&SharedGroup>,
     stop: &Wakeup,
 ) -> Result<Function, RemoteError> {
     let patience = Instant::now() + RELEASE_TIMEOUT;
@@ -308,8 +311,11 @@ fn open_when_free(
     let named =
         |error: VfioError, last: &str| failed(format_args!("device {id}: {}{last}", Chain(&error)));
     loop {
-        let domain = Domain::new(config.api).map_err(internal)?;
-        match domain.open(config.bdf) {
+        let opened = match group {
+            Some(group) => group.open(config.api, config.bdf),
+            None => Domain::new(config.api).map_err(internal)?.open(config.bdf),
+        };
+        match opened {
             Ok(function) => return Ok(function),
             Err(VfioError::Busy { .. }) if !stopped && Instant::now() < patience => {
                 let mut stop = [PollFd::new(stop, PollFlags::IN)];

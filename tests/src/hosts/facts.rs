@@ -116,6 +116,31 @@ pub struct PlugFacts {
     pub works_again: bool,
 }
 
+/// Facts about two NVMe functions of one IOMMU group, lent to one VM.
+#[derive(Clone, Debug, Default)]
+pub struct GroupFacts {
+    /// Whether the guest has them as functions of one device.
+    pub is_one_device: bool,
+    /// Checksums of what the guest wrote to each function, and read back.
+    pub read_back: BTreeSet<String>,
+    /// Checksums of what the images have.
+    pub on_images: BTreeSet<String>,
+    /// Guest RAM, as reported by its QEMU.
+    pub guest_ram_bytes: u64,
+    /// Bytes mapped while the guest used both, one, and none.
+    pub bytes_of_both: u64,
+    /// With the driver of one unbound.
+    pub bytes_of_one: u64,
+    /// With both unbound.
+    pub bytes_of_none: u64,
+    /// Checksum of what it read from one function when it had released the other.
+    pub read_after: String,
+    /// What another VM was answered meanwhile.
+    pub refusal: String,
+    /// Checksum of what another VM read from that function afterwards.
+    pub read_by_next: String,
+}
+
 /// Facts about two virtual functions, each lent to a guest.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct VfFacts {
@@ -266,6 +291,40 @@ impl PlugFacts {
                 self.is_refused_by_name,
             ),
             check("the next guest read the data", self.works_again),
+        ]
+    }
+}
+
+impl GroupFacts {
+    /// The conditions to hold, and whether they do.
+    pub fn checks(&self) -> Vec<(String, bool)> {
+        let check = |what: &str, holds| (what.to_owned(), holds);
+        let words = ["second", "IOMMU group", "first", "VM g"];
+        vec![
+            check("the guest has them as one device", self.is_one_device),
+            check(
+                "each function has what the guest wrote to it",
+                self.read_back.len() == 2 && self.read_back == self.on_images,
+            ),
+            check(
+                "guest RAM is mapped once, until both are released",
+                self.guest_ram_bytes != 0
+                    && self.bytes_of_both == self.guest_ram_bytes
+                    && self.bytes_of_one == self.guest_ram_bytes
+                    && self.bytes_of_none == 0,
+            ),
+            check(
+                "a function works on without the other",
+                self.read_back.contains(&self.read_after),
+            ),
+            check(
+                "another VM gets none of them meanwhile, and is told why",
+                words.iter().all(|word| self.refusal.contains(word)),
+            ),
+            check(
+                "another VM has a function once both are returned",
+                self.read_back.contains(&self.read_by_next),
+            ),
         ]
     }
 }

@@ -8,6 +8,7 @@
 //!   a VM moves between the two and a third;
 //! - [`moves_through_ntb`]: two hosts that an NTB and a network connect; a VM with a physical device moves
 //!   between them;
+//! - [`grouped`]: lender and borrower are one host, and two functions of one IOMMU group are lent to one VM;
 //! - [`plugged`]: lender and borrower are one host, and the device is attached to a running guest;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
@@ -18,6 +19,7 @@
 
 mod cloud_hypervisor;
 mod facts;
+mod grouped;
 mod host;
 mod iommufd;
 mod moves;
@@ -31,7 +33,7 @@ mod stage;
 mod vfs;
 
 pub use cloud_hypervisor::{CloudHypervisorFacts, cloud_hypervisor};
-pub use facts::{Facts, NetworkFacts, NtbMoves, PlugFacts, SharingFacts, VfFacts};
+pub use facts::{Facts, GroupFacts, NetworkFacts, NtbMoves, PlugFacts, SharingFacts, VfFacts};
 pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::{Programs, stripped};
 
@@ -83,6 +85,11 @@ pub fn moves_through_ntb(set: &Set<'_>) -> Result<NtbMoves> {
 /// A physical device is attached to a running guest of its host, and detached.
 pub fn plugged(set: &Set<'_>) -> Result<PlugFacts> {
     plugged::plugged(set)
+}
+
+/// Two functions of one IOMMU group, lent to one VM.
+pub fn grouped(set: &Set<'_>) -> Result<GroupFacts> {
+    grouped::grouped(set)
 }
 
 /// Two virtual functions of one device, lent simultaneously to two guests.

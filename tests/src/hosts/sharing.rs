@@ -101,7 +101,7 @@ fn lut_entries(lender: &Host) -> Result<u64> {
 }
 
 /// Writes noise to a device; the checksum of what is read back.
-fn write_and_read(guest: &Nested<'_>, drive: &str) -> Result<String> {
+pub(super) fn write_and_read(guest: &Nested<'_>, drive: &str) -> Result<String> {
     let count = IO / MIB;
     let write = format!(
         "dd if=/dev/urandom of=/tmp/noise bs=1M count={count} 2>/dev/null &&
@@ -115,7 +115,7 @@ fn write_and_read(guest: &Nested<'_>, drive: &str) -> Result<String> {
 }
 
 /// The checksum of what a device has.
-fn read(guest: &Nested<'_>, drive: &str) -> Result<String> {
+pub(super) fn read(guest: &Nested<'_>, drive: &str) -> Result<String> {
     let blocks = IO / (256 << 10);
     let read =
         format!("dd if=/dev/{drive}n1 bs=256k count={blocks} iflag=direct 2>/dev/null | sha256sum");
@@ -123,7 +123,7 @@ fn read(guest: &Nested<'_>, drive: &str) -> Result<String> {
     Ok(sum.trim_end_matches(['-', ' ', '\n']).to_owned())
 }
 
-fn unbind(guest: &Nested<'_>, drive: &str) -> Result<()> {
+pub(super) fn unbind(guest: &Nested<'_>, drive: &str) -> Result<()> {
     let unbind = format!(
         "device=$(readlink -f /sys/class/nvme/{drive}/device)
         echo ${{device##*/}} >$device/driver/unbind"
@@ -132,7 +132,7 @@ fn unbind(guest: &Nested<'_>, drive: &str) -> Result<()> {
 }
 
 /// The checksum of what was written to an image.
-fn written(image: &Path) -> Result<String> {
+pub(super) fn written(image: &Path) -> Result<String> {
     let mut bytes = vec![0; IO as usize];
     File::open(image)
         .and_then(|mut file| file.read_exact(&mut bytes))

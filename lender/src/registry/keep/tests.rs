@@ -110,7 +110,7 @@ impl Lender {
 
     /// As a VM of this host does.
     fn borrow_here(&self, name: &str) -> Result<Generation, RemoteError> {
-        let granted = self.registry.grant(&self.id, &vm(name), None);
+        let granted = self.registry.grant(&self.id, &vm(name), None, None);
         granted.map(|grant| grant.generation())
     }
 
@@ -491,7 +491,7 @@ fn devices_that_share_a_read_only_medium_have_a_chain_each() {
     let (lease, chain) = lender.borrow("a", None).unwrap();
     lender.cut(lease);
     let (id, vm) = ("disk1".parse().unwrap(), vm("b"));
-    let granted = lender.registry.grant(&id, &vm, None);
+    let granted = lender.registry.grant(&id, &vm, None, None);
     granted.map(|grant| grant.generation()).unwrap();
     assert_eq!(lender.kept().as_deref(), Some("a"));
     lender.borrow("a", Some(chain)).unwrap();
