@@ -116,8 +116,8 @@ impl Probed {
 
 /// The leases of a function so far.
 struct History {
-    /// The VM that used it last, if it could not be reset since.
-    left_dirty_by: Option<VmName>,
+    /// The VM that used it last, if it could not be reset since, and how often its group had been reset by then.
+    left_dirty_by: Option<(VmName, u64)>,
     /// The VM that used it last.
     last_vm: Option<VmName>,
     /// Faults of the current lease, or of the last one.
@@ -165,7 +165,7 @@ impl VfioDevice {
             probed.described.rom = bytes.len() as u32;
             probed.rom = bytes;
         }
-        if !probed.can_reset && !allow_dirty {
+        if !probed.can_reset && !allow_dirty && group.is_none() {
             log::warn!(
                 "device {id} ({bdf}) cannot be reset: it is lent to one VM only, unless it is lent with allow-dirty"
             );
@@ -205,15 +205,35 @@ impl VfioDevice {
         &self.0.probed
     }
 
-    /// Refuses to lend it with another VM's state.
-    fn check_clean(&self) -> Result<(), RemoteError> {
-        match &self.history().left_dirty_by {
-            Some(vm) if !self.0.allow_dirty => Err(invalid(format!(
-                "device {} ({}) cannot be reset, and VM {vm} has used it: what that left in it \
-                 would be the next VM's to find; power-cycle it, or lend it with allow-dirty",
-                self.0.id, self.0.probed.bdf
-            ))),
-            _ => Ok(()),
+    /// Refuses to lend it with another VM's state. `owner` has other functions of its group, and so what it left itself.
+    fn check_clean(&self, owner: Option<&VmName>) -> Result<(), RemoteError> {
+        let resets = self.group_resets();
+        let history = self.history();
+        let Some((vm, before)) = &history.left_dirty_by else {
+            return Ok(());
+        };
+        if self.0.allow_dirty || *before != resets || owner == Some(vm) {
+            return Ok(());
+        }
+        let remedy = match self.0.group {
+            Some(_) => "lend all functions of its bus, which are reset together",
+            None => "power-cycle it",
+        };
+        Err(invalid(format!(
+            "device {} ({}) cannot be reset, and VM {vm} has used it: what that left in it would be the next VM's to find; {remedy}, or lend it with allow-dirty",
+            self.0.id, self.0.probed.bdf
+        )))
+    }
+
+    fn group_resets(&self) -> u64 {
+        self.0.group.as_ref().map_or(0, |group| group.resets())
+    }
+
+    /// As [`VfioDevice::check_clean`], before the function is opened: its group may be reset then.
+    fn check_known(&self) -> Result<(), RemoteError> {
+        match self.0.group {
+            Some(_) => Ok(()),
+            None => self.check_clean(None),
         }
     }
 
@@ -221,7 +241,7 @@ impl VfioDevice {
     /// VM's state.
     pub(crate) fn check_lease(&self, bar_memory: &[OwnedFd]) -> Result<(), RemoteError> {
         match bar_memory {
-            [] => self.check_clean(),
+            [] => self.check_known(),
             _ => Err(invalid(format!(
                 "device {} has BARs of its own: the borrower brings none",
                 self.0.id
@@ -231,11 +251,12 @@ impl VfioDevice {
 
     /// A lease to `vm` has begun.
     pub(crate) fn begun(&self, vm: &VmName) {
+        let resets = self.group_resets();
         let mut history = self.history();
         history.faults = Arc::new(FaultLog::new(&*self.0.id));
         self.0.watch.watch(self.0.probed.bdf, &history.faults);
         if !self.0.probed.can_reset {
-            history.left_dirty_by = Some(vm.clone());
+            history.left_dirty_by = Some((vm.clone(), resets));
         }
     }
 
@@ -289,7 +310,7 @@ impl Available for VfioDevice {
         transport: Transport,
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
-        self.check_clean()?;
+        self.check_known()?;
         let ranges: Vec<_> = ram.iter().map(|range| (range.start, range.len)).collect();
         let named = |error: &dyn std::fmt::Display| {
             limit(format_args!(
@@ -348,9 +369,14 @@ impl DeviceSource for VfioDevice {
             let function = open_clean(
                 &bound.id,
                 &self.config(),
-                bound.group.as_deref(),
+                bound
+                    .group
+                    .as_deref()
+                    .map(|group| (group, bound.probed.can_reset)),
                 &bound.stop,
             )?;
+            let has_others = function.domain().functions() > 1;
+            self.check_clean(has_others.then_some(vm))?;
             match transport {
                 Transport::SharedMemory => Opened::local(&bound.probed.described, function, None),
                 Transport::Ntb if bound.group.is_some() => Err(unsupported(NO_NTB)),

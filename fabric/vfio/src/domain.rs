@@ -39,8 +39,7 @@ impl WeakDomain {
     /// The domain, if it has functions.
     pub fn upgrade(&self) -> Option<Domain> {
         let domain = Domain(self.0.upgrade()?);
-        let has_functions = domain.0.state().functions != 0;
-        has_functions.then_some(domain)
+        (domain.functions() != 0).then_some(domain)
     }
 }
 
@@ -109,6 +108,11 @@ impl Domain {
     /// The API that created it.
     pub fn api(&self) -> Api {
         self.0.iommu.api()
+    }
+
+    /// How many functions are open in it.
+    pub fn functions(&self) -> usize {
+        self.0.state().functions
     }
 
     /// The domain, which ends with its other users.

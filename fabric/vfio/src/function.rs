@@ -23,7 +23,7 @@ use crate::{Domain, RegionMemory, VfioError, ioctl};
 
 pub(crate) use open::Handle;
 use open::irq_counts;
-pub use open::{check_free, nodes};
+pub use open::{check_free, nodes, reset_bus};
 
 /// A PCI function that is bound to vfio-pci and open in this process. Dropping it
 /// stops its DMA and interrupts and closes it; the kernel resets it when no process

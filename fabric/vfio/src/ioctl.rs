@@ -4,9 +4,10 @@
 //! as vfio-bindings and iommufd-bindings have them.
 #![allow(unsafe_code)]
 
+use std::ffi::CStr;
 use std::io;
 use std::mem::size_of;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::slice;
 
 use farside_fabric::Iova;
@@ -16,16 +17,22 @@ use iommufd_bindings::iommufd::{
 };
 use vfio_bindings::bindings::vfio::{
     VFIO_BASE, VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, VFIO_DMA_UNMAP_FLAG_ALL, VFIO_TYPE,
-    vfio_device_info, vfio_iommu_type1_dma_map, vfio_iommu_type1_dma_unmap, vfio_iommu_type1_info,
+    VFIO_TYPE1v2_IOMMU, vfio_device_info, vfio_iommu_type1_dma_map, vfio_iommu_type1_dma_unmap,
+    vfio_iommu_type1_info,
 };
 use vmm_sys_util::ioctl::ioctl_with_ref;
+use vmm_sys_util::ioctl::ioctl_with_val;
 use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr};
 use vmm_sys_util::ioctl_io_nr;
 
+ioctl_io_nr!(SET_IOMMU, VFIO_TYPE.into(), VFIO_BASE + 2);
+ioctl_io_nr!(SET_CONTAINER, VFIO_TYPE.into(), VFIO_BASE + 4);
+ioctl_io_nr!(GET_DEVICE_FD, VFIO_TYPE.into(), VFIO_BASE + 6);
 ioctl_io_nr!(GET_DEVICE_INFO, VFIO_TYPE.into(), VFIO_BASE + 7);
 ioctl_io_nr!(SET_IRQS, VFIO_TYPE.into(), VFIO_BASE + 10);
 ioctl_io_nr!(RESET, VFIO_TYPE.into(), VFIO_BASE + 11);
 ioctl_io_nr!(GET_IOMMU_INFO, VFIO_TYPE.into(), VFIO_BASE + 12);
+ioctl_io_nr!(PCI_HOT_RESET, VFIO_TYPE.into(), VFIO_BASE + 13);
 ioctl_io_nr!(MAP_DMA, VFIO_TYPE.into(), VFIO_BASE + 13);
 ioctl_io_nr!(UNMAP_DMA, VFIO_TYPE.into(), VFIO_BASE + 14);
 // Used through iommufd-ioctls.
@@ -184,6 +191,35 @@ pub(crate) fn device_flags(device: BorrowedFd<'_>) -> io::Result<u32> {
 pub(crate) fn reset(device: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: this ioctl takes no argument and touches no memory of ours.
     check(unsafe { ioctl(&device, RESET()) }).map(drop)
+}
+
+/// `VFIO_GROUP_SET_CONTAINER` and `VFIO_SET_IOMMU`: puts a group into a new container.
+pub(crate) fn set_container(group: BorrowedFd<'_>, container: BorrowedFd<'_>) -> io::Result<()> {
+    let number = container.as_raw_fd();
+    // SAFETY: this ioctl reads an int, the container's descriptor, which is open for the call.
+    check(unsafe { ioctl_with_ref(&group, SET_CONTAINER(), &number) })?;
+    // SAFETY: this ioctl takes a number, and touches no memory of ours.
+    check(unsafe { ioctl_with_val(&container, SET_IOMMU(), VFIO_TYPE1v2_IOMMU.into()) }).map(drop)
+}
+
+/// `VFIO_GROUP_GET_DEVICE_FD`: opens a function of a group by its address.
+pub(crate) fn device_of_group(group: BorrowedFd<'_>, address: &CStr) -> io::Result<OwnedFd> {
+    // SAFETY: this ioctl reads a string, which ends with a zero byte and lives for the call.
+    let number = check(unsafe { ioctl_with_ptr(&group, GET_DEVICE_FD(), address.as_ptr()) })?;
+    // SAFETY: the kernel has just opened it for us, and nothing else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+/// `VFIO_DEVICE_PCI_HOT_RESET`: resets all functions on the device's bus, which are in `groups`; with none, in the device's
+/// iommufd.
+pub(crate) fn hot_reset(device: BorrowedFd<'_>, groups: &[BorrowedFd<'_>]) -> io::Result<()> {
+    const HEADER: usize = 3 * size_of::<u32>();
+    let len = HEADER + groups.len() * size_of::<i32>();
+    let mut request = vec![len as u32, 0, groups.len() as u32];
+    request.extend(groups.iter().map(|group| group.as_raw_fd() as u32));
+    // SAFETY: the pointer is to a `vfio_pci_hot_reset`: three words, the first of which is the size of it all, and the
+    // descriptors that the third one announces, which are open for the call. It is only read.
+    check(unsafe { ioctl_with_ptr(&device, PCI_HOT_RESET(), request.as_ptr()) }).map(drop)
 }
 
 /// The arguments of `VFIO_DEVICE_SET_IRQS`.

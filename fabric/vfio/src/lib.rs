@@ -48,7 +48,7 @@ pub use api::Api;
 pub use description::{Region, config_size, describe};
 pub use domain::{Domain, DomainUsage, WeakDomain};
 pub use error::VfioError;
-pub use function::{Function, check_free, nodes};
+pub use function::{Function, check_free, nodes, reset_bus};
 pub use ioctl::requests;
 pub use local::{Composition, LocalPath, Mapper, Piece};
 pub use mmio::RegionMemory;

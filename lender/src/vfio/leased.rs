@@ -285,11 +285,11 @@ impl LeasedDevice for LeasedFunction {
     }
 }
 
-/// Opens a function in a new domain, or that of its group, and resets it if it can be reset.
+/// Opens a function in a new domain, or that of its group, and resets it if it can be reset alone. `group` comes with that.
 pub(super) fn open_clean(
     id: &DeviceId,
     config: &FunctionConfig,
-    group: Option<&SharedGroup>,
+    group: Option<(&SharedGroup, bool)>,
     stop: &Wakeup,
 ) -> Result<Arc<Function>, RemoteError> {
     let function = open_when_free(id, config, group, stop)?;
@@ -303,7 +303,7 @@ pub(super) fn open_clean(
 fn open_when_free(
     id: &DeviceId,
     config: &FunctionConfig,
-    group: Option<&SharedGroup>,
+    group: Option<(&SharedGroup, bool)>,
     stop: &Wakeup,
 ) -> Result<Function, RemoteError> {
     let patience = Instant::now() + RELEASE_TIMEOUT;
@@ -312,7 +312,7 @@ fn open_when_free(
         |error: VfioError, last: &str| failed(format_args!("device {id}: {}{last}", Chain(&error)));
     loop {
         let opened = match group {
-            Some(group) => group.open(config.api, config.bdf),
+            Some((group, can_reset)) => group.open(config.api, config.bdf, can_reset),
             None => Domain::new(config.api).map_err(internal)?.open(config.bdf),
         };
         match opened {

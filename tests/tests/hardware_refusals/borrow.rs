@@ -6,7 +6,7 @@ use farside_tests::SHORT;
 use crate::{
     host::{HERE, Host, LIFE, Place},
     scripted::Scripted,
-    stage::{DRIVE, NO_RESET},
+    stage::{DRIVE, GROUPED, NEIGHBOUR, NO_RESET},
 };
 
 pub fn guest_ram_that_a_device_cannot_reach_is_told_before_the_vm_starts(
@@ -198,4 +198,34 @@ pub fn what_cannot_be_reset_is_lent_to_one_vm(host: &Host) -> Result<()> {
         lender.stop()?;
     }
     Ok(())
+}
+
+pub fn what_cannot_be_reset_alone_is_reset_with_its_bus(host: &Host) -> Result<()> {
+    let lender = host.lend(
+        HERE,
+        &format!("--vfio odd={GROUPED} --vfio rng={NEIGHBOUR}"),
+    )?;
+    lender.wait_log("rng shares IOMMU group")?;
+    for (n, vm) in (1..).zip(["first", "second"]) {
+        let backend = host.serve(HERE, vm, "odd", "--device rng --memory 256M")?;
+        let mut vmm = Scripted::start(host, HERE, vm, "odd")?;
+        vmm.step("reset")?;
+        backend.wait_log("odd (VM")?;
+        let resets = lender.log()?.matches("all functions on the bus of").count();
+        ensure!(resets == n, "{resets} resets for {n} VMs");
+        let other = host.serve(HERE, "third", "rng", "")?;
+        let mut late = Scripted::start(host, HERE, "third", "rng")?;
+        late.try_step("place")?;
+        let error = host.status(HERE)?.borrow("third", "rng")?.last_error;
+        let error = error.unwrap_or_default();
+        for word in ["rng shares IOMMU group", "odd", &format!("VM {vm}")] {
+            ensure!(error.contains(word), "no {word:?} in: {error}");
+        }
+        late.kill()?;
+        other.stop()?;
+        vmm.quit()?;
+        backend.stop()?;
+        host.wait_free()?;
+    }
+    lender.stop()
 }
