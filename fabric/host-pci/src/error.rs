@@ -34,10 +34,10 @@ pub enum PciError {
     /// Other functions of the group are bound to host drivers.
     #[error(
         "IOMMU group {group} of {bdf} cannot be lent: the IOMMU cannot tell {bdf} from {others}, \
-         which the host uses. Take each of those from its driver (`echo BDF > \
-         /sys/bus/pci/devices/BDF/driver/unbind`) and leave them unused: of a group, one function at \
-         a time can be lent. Or put the device behind a port with ACS (another slot, or ACS enabled \
-         in the firmware)"
+         which the host uses. Lend each of those, too: one VM at a time can have functions of a group. \
+         Or take them from their drivers (`echo BDF > /sys/bus/pci/devices/BDF/driver/unbind`) and \
+         leave them unused, or put the device behind a port with ACS (another slot, or ACS enabled in \
+         the firmware)"
     )]
     GroupNotViable {
         bdf: Bdf,

@@ -80,7 +80,7 @@ pub fn a_group_that_the_host_uses_names_its_members(host: &Host) -> Result<()> {
         GROUPED,
         "IOMMU group",
         "0000:02:02.0 (virtio-pci)",
-        "one function at a time can be lent",
+        "one VM at a time can have functions of a group",
     ];
     host.refuses("a group that the host uses", HERE, &lend, &words)?;
     host.verdict()?;
