@@ -4,17 +4,19 @@ use std::{collections::BTreeSet, convert::identity, sync::Arc, thread::JoinHandl
 
 use farside_daemon::{DeviceId, Wakeup};
 use farside_devices::{Device, dma_test, nvme, virtio};
+use farside_error_chain::Chain;
 use farside_fabric::soft::Adapter;
 use farside_host_pci::{CreatedVfs, HostPci};
 use farside_ntb::HostEndpoint;
-use farside_vfio::SecondHandle;
+use farside_vfio::{SecondHandle, VfioError};
 
 use crate::{
     config::{Borrower, Config, Model, Source, VfioUserConfig},
     device_loop::Lendable,
     model::ModelDevice,
+    registry::Group,
     server::StartError,
-    vfio::{self, FaultWatch, SharedGroup, VfioDevice},
+    vfio::{self, FaultWatch, VfioDevice},
     vfio_user::{ServerDevice, ServerError},
     worker::{ANOTHER_KIND, Adopted, WorkerDevice, Workers},
 };
@@ -28,7 +30,7 @@ pub(crate) struct OpenedDevice {
     /// Who may borrow it.
     pub(crate) borrowers: Vec<Borrower>,
     /// The IOMMU group that it shares with others of this lender.
-    pub(crate) group: Option<Arc<SharedGroup>>,
+    pub(crate) group: Option<Arc<Group>>,
 }
 
 /// The devices of a lender.
@@ -94,6 +96,19 @@ pub(crate) fn open(
         log::info!("physical devices are reached through VFIO {api}");
         let (watch, reader) = FaultWatch::start(stop.clone());
         fault_reader = reader;
+        for found in &found {
+            let Some(group) = &found.group else { continue };
+            log::info!(
+                "device {} shares IOMMU group {} with others of this lender: one VM at a time has them",
+                found.id,
+                group.members.number
+            );
+            // Before any of the group is opened.
+            if let (Some(lease), Some(workers)) = (take(&mut adopted, &found.id), workers) {
+                let why = "it shares its IOMMU group with another device now";
+                lease.end(&workers.keeper, None, why);
+            }
+        }
         for found in found {
             let (id, borrowers) = (found.id.clone(), found.borrowers.clone());
             let lease = take(&mut adopted, &id);
@@ -106,20 +121,6 @@ pub(crate) fn open(
                 (lease, ..) => lease,
             };
             let group = found.group.clone();
-            let (lease, known) = match (&group, lease, workers) {
-                (Some(_), Some(lease), Some(workers)) => {
-                    let why = "it shares its IOMMU group with another device now";
-                    lease.end(&workers.keeper, None, why);
-                    (None, None)
-                }
-                (_, lease, _) => (lease, known),
-            };
-            if let Some(group) = &group {
-                log::info!(
-                    "device {id} shares IOMMU group {} with others of this lender: one VM at a time has them",
-                    group.number
-                );
-            }
             let workers = workers.filter(|_| group.is_none() && SecondHandle::can_take_down(api));
             let device = VfioDevice::open(
                 found,
@@ -130,10 +131,19 @@ pub(crate) fn open(
                 known,
                 workers.is_some(),
             );
-            let device = device.map_err(|source| StartError::Device {
-                id: id.clone(),
-                source: source.into(),
-            })?;
+            let device = match device {
+                Err(error @ VfioError::Busy { .. }) if group.is_some() => {
+                    log::error!(
+                        "device {id} is not lent until this lender is started again: {}",
+                        Chain(&error)
+                    );
+                    continue;
+                }
+                opened => opened.map_err(|source| StartError::Device {
+                    id: id.clone(),
+                    source: source.into(),
+                })?,
+            };
             let device = match workers {
                 Some(workers) => {
                     let device = WorkerDevice::function(&id, device, workers.clone(), lease);
@@ -145,7 +155,7 @@ pub(crate) fn open(
                 id,
                 device,
                 borrowers,
-                group,
+                group: group.map(|group| Arc::clone(&group.members)),
             });
         }
     }

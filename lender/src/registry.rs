@@ -29,7 +29,6 @@ use crate::{
     refusals::{failed, invalid, limit},
     source::Report,
     tokens::RegisterTokens,
-    vfio::SharedGroup,
 };
 pub(crate) use grant::Grant;
 use keep::end_chain;
@@ -150,9 +149,18 @@ struct Slot {
     /// It goes on as it runs when its worker is gone.
     runs_on: bool,
     /// Its IOMMU group, if others of it are lent, too.
-    group: Option<Arc<SharedGroup>>,
+    group: Option<Arc<Group>>,
     /// The connection of its last lease was cut, or its process has ended.
     kept: Option<Kept>,
+}
+
+/// Functions that share an IOMMU group, and so a VM.
+#[derive(Debug)]
+pub(crate) struct Group {
+    /// Its number.
+    pub(crate) number: u32,
+    /// Those that are lent.
+    pub(crate) devices: Vec<DeviceId>,
 }
 
 /// The record of a lease.
@@ -311,6 +319,11 @@ impl Registry {
         }
         if let Some(kept) = slot.kept() {
             return Err(kept.refusal(id));
+        }
+        if slot.group.is_some() {
+            return Err(invalid(format!(
+                "device {id} shares its IOMMU group with other devices of this lender, which go back to their drivers together: remove it from lender.toml and restart the lender"
+            )));
         }
         // From now on the medium may be changed unseen.
         let Records { slots, fences } = &mut *records;

@@ -1,7 +1,7 @@
 //! Device source `vfio`: a function of this host, through Linux VFIO.
 //!
 //! The function is on vfio-pci for as long as the lender runs. Each lease opens it in a new IOMMU
-//! domain, which is empty until the borrower enables bus mastering, and destroyed at the end:
+//! domain (but see [`shared`]), which is empty until the borrower enables bus mastering, and destroyed at the end:
 //!
 //! ```text
 //!   start: find, bind, look at it, close
@@ -15,7 +15,7 @@
 //! The data path is the hardware's: the borrower maps the BARs, the kernel signals the VMM's
 //! eventfds, the IOMMU translates DMA. What is left, trapped registers, relayed interrupts and
 //! configuration changes, is done by a worker process for a borrower on this host, and by the
-//! device thread for one across an NTB, whose tables all leases share.
+//! device thread for one across an NTB, whose tables all leases share, and for functions of a shared group.
 //!
 //! # What the borrower's VMM is trusted with
 //!
@@ -63,7 +63,7 @@ pub use find::BindError;
 pub(crate) use find::{Found, api, create_vfs, find};
 pub(crate) use in_worker::{FunctionConfig, WorkerFunction};
 pub(crate) use irqs::{FunctionIrqs, Raises};
-use leased::{LeasedFunction, Opened, Owner, open_clean};
+use leased::{LeasedFunction, Opened, Owner, open_clean, open_clean_by};
 use rom::Rom;
 pub(crate) use shared::SharedGroup;
 
@@ -80,7 +80,8 @@ pub(crate) struct VfioDevice(Arc<Bound>);
 
 /// A function on vfio-pci.
 struct Bound {
-    _binding: Binding,
+    /// None if its group has it.
+    _binding: Option<Binding>,
     id: DeviceId,
     host: HostPci,
     probed: Probed,
@@ -116,8 +117,8 @@ impl Probed {
 
 /// The leases of a function so far.
 struct History {
-    /// The VM that used it last, if it could not be reset since, and how often its group had been reset by then.
-    left_dirty_by: Option<(VmName, u64)>,
+    /// The VM that used it last, if it could not be reset since. (Functions of a shared group are reset with their bus.)
+    left_dirty_by: Option<VmName>,
     /// The VM that used it last.
     last_vm: Option<VmName>,
     /// Faults of the current lease, or of the last one.
@@ -149,6 +150,10 @@ impl VfioDevice {
         let mut probed = match known.map_or_else(|| look_at(api, bdf), Ok) {
             Ok(found) => found,
             Err(error) => {
+                let error = match &group {
+                    Some(_) => shared::held(error, api),
+                    None => error,
+                };
                 if matches!(error, VfioError::Busy { .. }) {
                     // Unbinding would wait for its current user, and take the function away from
                     // it.
@@ -170,9 +175,17 @@ impl VfioDevice {
                 "device {id} ({bdf}) cannot be reset: it is lent to one VM only, unless it is lent with allow-dirty"
             );
         }
+        let address_bits = binding.before().dma_limit_bits();
+        let _binding = match &group {
+            Some(group) => {
+                group.add(binding, probed.bdf, probed.can_reset);
+                None
+            }
+            None => Some(binding),
+        };
         Ok(Self(Arc::new(Bound {
-            address_bits: binding.before().dma_limit_bits(),
-            _binding: binding,
+            address_bits,
+            _binding,
             history: Mutex::new(History {
                 left_dirty_by: None,
                 last_vm: None,
@@ -205,35 +218,15 @@ impl VfioDevice {
         &self.0.probed
     }
 
-    /// Refuses to lend it with another VM's state. `owner` has other functions of its group, and so what it left itself.
-    fn check_clean(&self, owner: Option<&VmName>) -> Result<(), RemoteError> {
-        let resets = self.group_resets();
-        let history = self.history();
-        let Some((vm, before)) = &history.left_dirty_by else {
-            return Ok(());
-        };
-        if self.0.allow_dirty || *before != resets || owner == Some(vm) {
-            return Ok(());
-        }
-        let remedy = match self.0.group {
-            Some(_) => "lend all functions of its bus, which are reset together",
-            None => "power-cycle it",
-        };
-        Err(invalid(format!(
-            "device {} ({}) cannot be reset, and VM {vm} has used it: what that left in it would be the next VM's to find; {remedy}, or lend it with allow-dirty",
-            self.0.id, self.0.probed.bdf
-        )))
-    }
-
-    fn group_resets(&self) -> u64 {
-        self.0.group.as_ref().map_or(0, |group| group.resets())
-    }
-
-    /// As [`VfioDevice::check_clean`], before the function is opened: its group may be reset then.
-    fn check_known(&self) -> Result<(), RemoteError> {
-        match self.0.group {
-            Some(_) => Ok(()),
-            None => self.check_clean(None),
+    /// Refuses to lend it with another VM's state.
+    fn check_clean(&self) -> Result<(), RemoteError> {
+        match &self.history().left_dirty_by {
+            Some(vm) if !self.0.allow_dirty => Err(invalid(format!(
+                "device {} ({}) cannot be reset, and VM {vm} has used it: what that left in it \
+                 would be the next VM's to find; power-cycle it, or lend it with allow-dirty",
+                self.0.id, self.0.probed.bdf
+            ))),
+            _ => Ok(()),
         }
     }
 
@@ -241,7 +234,7 @@ impl VfioDevice {
     /// VM's state.
     pub(crate) fn check_lease(&self, bar_memory: &[OwnedFd]) -> Result<(), RemoteError> {
         match bar_memory {
-            [] => self.check_known(),
+            [] => self.check_clean(),
             _ => Err(invalid(format!(
                 "device {} has BARs of its own: the borrower brings none",
                 self.0.id
@@ -249,14 +242,31 @@ impl VfioDevice {
         }
     }
 
+    /// Opens it for a lease of `vm`, clean.
+    fn open_function(
+        &self,
+        transport: Transport,
+        vm: &VmName,
+    ) -> Result<Arc<Function>, RemoteError> {
+        let bound = &self.0;
+        let config = self.config();
+        let Some(group) = &bound.group else {
+            return open_clean(&bound.id, &config, &bound.stop);
+        };
+        if transport != Transport::SharedMemory {
+            return Err(unsupported(NO_NTB));
+        }
+        let open = || group.open(config.api, config.bdf, vm, bound.allow_dirty);
+        open_clean_by(open, &bound.id, config.last_vm.as_ref(), &bound.stop)
+    }
+
     /// A lease to `vm` has begun.
     pub(crate) fn begun(&self, vm: &VmName) {
-        let resets = self.group_resets();
         let mut history = self.history();
         history.faults = Arc::new(FaultLog::new(&*self.0.id));
         self.0.watch.watch(self.0.probed.bdf, &history.faults);
-        if !self.0.probed.can_reset {
-            history.left_dirty_by = Some((vm.clone(), resets));
+        if !self.0.probed.can_reset && self.0.group.is_none() {
+            history.left_dirty_by = Some(vm.clone());
         }
     }
 
@@ -310,7 +320,7 @@ impl Available for VfioDevice {
         transport: Transport,
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
-        self.check_known()?;
+        self.check_clean()?;
         let ranges: Vec<_> = ram.iter().map(|range| (range.start, range.len)).collect();
         let named = |error: &dyn std::fmt::Display| {
             limit(format_args!(
@@ -366,20 +376,9 @@ impl DeviceSource for VfioDevice {
     ) -> Result<Leased, NotLeased> {
         let bound = &self.0;
         let opened = self.check_lease(&memory.bars).and_then(|()| {
-            let function = open_clean(
-                &bound.id,
-                &self.config(),
-                bound
-                    .group
-                    .as_deref()
-                    .map(|group| (group, bound.probed.can_reset)),
-                &bound.stop,
-            )?;
-            let has_others = function.domain().functions() > 1;
-            self.check_clean(has_others.then_some(vm))?;
+            let function = self.open_function(transport, vm)?;
             match transport {
                 Transport::SharedMemory => Opened::local(&bound.probed.described, function, None),
-                Transport::Ntb if bound.group.is_some() => Err(unsupported(NO_NTB)),
                 Transport::Ntb => {
                     let adapter = adapter(bound.ntb.as_ref())?;
                     Opened::across(adapter, &bound.id, vm, &bound.probed.described, function)

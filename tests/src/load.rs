@@ -101,13 +101,20 @@ pub fn disturbed<T: Send>(
             over.store(true, Ordering::Release);
             done
         });
-        while !(over.load(Ordering::Acquire) || disturber.is_finished()) {
-            vm.round(random)?;
+        let mut went_on = Ok(());
+        while went_on.is_ok() && !(over.load(Ordering::Acquire) || disturber.is_finished()) {
+            went_on = vm.round(random);
             progress.0.fetch_add(1, Ordering::Release);
         }
-        disturber
+        let done = disturber
             .join()
-            .unwrap_or_else(|panic| resume_unwind(panic))
+            .unwrap_or_else(|panic| resume_unwind(panic));
+        match (went_on, done) {
+            (Ok(()), done) => done,
+            (Err(error), Ok(_)) => Err(error),
+            // Either may be the cause.
+            (Err(error), Err(other)) => Err(error.context(format!("{other:#}"))),
+        }
     })?;
     vm.round(random)?;
     vm.check()?;

@@ -210,7 +210,8 @@ impl Domain {
     }
 
     /// Unmaps all mappings inside the `len` bytes at `at`. No DMA reaches them
-    /// after it returned `Ok`; after an error, some may still be mapped.
+    /// after it returned `Ok`, unless another function uses them; after an error, some may still be mapped. Unmap what
+    /// several functions use one mapping at a time: after an error, it is not known which users were taken off.
     ///
     /// # Errors
     /// [`VfioError::Range`] when the range cuts a mapping or covers none;

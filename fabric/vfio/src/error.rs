@@ -163,6 +163,11 @@ pub enum VfioError {
     /// A reset failed.
     #[error("cannot reset {bdf}")]
     Reset { bdf: Bdf, source: io::Error },
+    /// A reset of a bus failed.
+    #[error(
+        "{bdf} cannot be reset alone, nor with all other functions of its bus: lend those, too, or lend it with allow-dirty"
+    )]
+    ResetBus { bdf: Bdf, source: io::Error },
     /// Interrupts cannot be set up.
     #[error("{bdf}: cannot set up {index} vectors {start}..{end}")]
     Irqs {

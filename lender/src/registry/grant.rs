@@ -8,11 +8,8 @@ use std::{
 use farside_daemon::{DeviceId, VmName};
 use farside_lender_protocol::{ErrorKind, Generation, HeldFence, RemoteError};
 
-use super::{DeviceRequest, Held, Lease, Records, Registry, keep::end_chain, unknown};
-use crate::{
-    chains::{Chain, Kept},
-    vfio::SharedGroup,
-};
+use super::{DeviceRequest, Group, Held, Lease, Records, Registry, keep::end_chain, unknown};
+use crate::chains::{Chain, Kept};
 
 /// A lease that the registry has recorded, and the device's thread does not have yet. Holds the
 /// registry's lock, so that a device's thread receives leases and handovers in the order of their
@@ -122,7 +119,7 @@ impl Registry {
     }
 
     /// Records that a device shares its IOMMU group with others.
-    pub(crate) fn set_group(&self, id: &DeviceId, group: Arc<SharedGroup>) {
+    pub(crate) fn set_group(&self, id: &DeviceId, group: Arc<Group>) {
         if let Some(slot) = self.lock().slots.get_mut(id) {
             slot.group = Some(group);
         }

@@ -128,7 +128,10 @@ fn functions_of_a_group_are_lent_to_one_vm_of_one_user() {
     let ids: [DeviceId; 3] = ["gpu", "audio", "disk0"].map(|id| id.parse().unwrap());
     let [gpu, audio, disk] = &ids;
     let _requests = ids.each_ref().map(|id| add(&registry, id));
-    let group = SharedGroup::new(17, vec![gpu.clone(), audio.clone()]);
+    let group = Arc::new(Group {
+        number: 17,
+        devices: vec![gpu.clone(), audio.clone()],
+    });
     for id in [gpu, audio] {
         registry.set_group(id, Arc::clone(&group));
     }

@@ -11,7 +11,10 @@ use super::{
     rom::{BadRom, Rom},
     shared::SharedGroup,
 };
-use crate::config::{Borrower, Config, DeviceConfig, Source, VfioConfig, VfsConfig};
+use crate::{
+    config::{Borrower, Config, DeviceConfig, Source, VfioConfig, VfsConfig},
+    registry::Group,
+};
 
 /// A function bound to vfio-pci.
 pub(crate) struct Found {
@@ -107,7 +110,7 @@ pub(crate) fn find(
     groups.retain(|_, members| members.len() > 1);
     for (number, members) in groups {
         let devices = members.iter().map(|&n| found[n].id.clone()).collect();
-        let group = SharedGroup::new(number, devices);
+        let group = SharedGroup::new(Group { number, devices });
         for n in members {
             found[n].group = Some(Arc::clone(&group));
         }

@@ -42,7 +42,7 @@ impl WorkerFunction {
         config: FunctionConfig,
         stop: &Wakeup,
     ) -> Result<Self, RemoteError> {
-        let function = open_clean(id, &config, None, stop)?;
+        let function = open_clean(id, &config, stop)?;
         Ok(Self::with(id, config.described, function))
     }
 

@@ -16,8 +16,7 @@ use farside_vfio::{Domain, Function, LocalPath, VfioError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
-    FunctionConfig, SharedGroup, config_space::ForwardedRegisters, dma_path::DmaPath,
-    irqs::FunctionIrqs,
+    FunctionConfig, config_space::ForwardedRegisters, dma_path::DmaPath, irqs::FunctionIrqs,
 };
 use crate::{
     refusals::{failed, internal, refused},
@@ -285,14 +284,24 @@ impl LeasedDevice for LeasedFunction {
     }
 }
 
-/// Opens a function in a new domain, or that of its group, and resets it if it can be reset alone. `group` comes with that.
+/// Opens a function in a new domain, and resets it if it can be reset.
 pub(super) fn open_clean(
     id: &DeviceId,
     config: &FunctionConfig,
-    group: Option<(&SharedGroup, bool)>,
     stop: &Wakeup,
 ) -> Result<Arc<Function>, RemoteError> {
-    let function = open_when_free(id, config, group, stop)?;
+    let open = || Domain::new(config.api)?.open(config.bdf);
+    open_clean_by(open, id, config.last_vm.as_ref(), stop)
+}
+
+/// Opens a function by `open`, and resets it if it can be reset. `last_vm` had it last.
+pub(super) fn open_clean_by(
+    open: impl Fn() -> Result<Function, VfioError>,
+    id: &DeviceId,
+    last_vm: Option<&VmName>,
+    stop: &Wakeup,
+) -> Result<Arc<Function>, RemoteError> {
+    let function = open_when_free(open, id, last_vm, stop)?;
     if function.can_reset() {
         function.reset().map_err(internal)?;
     }
@@ -301,9 +310,9 @@ pub(super) fn open_clean(
 
 /// Opens a function, after former users have closed it.
 fn open_when_free(
+    open: impl Fn() -> Result<Function, VfioError>,
     id: &DeviceId,
-    config: &FunctionConfig,
-    group: Option<(&SharedGroup, bool)>,
+    last_vm: Option<&VmName>,
     stop: &Wakeup,
 ) -> Result<Function, RemoteError> {
     let patience = Instant::now() + RELEASE_TIMEOUT;
@@ -311,11 +320,7 @@ fn open_when_free(
     let named =
         |error: VfioError, last: &str| failed(format_args!("device {id}: {}{last}", Chain(&error)));
     loop {
-        let opened = match group {
-            Some((group, can_reset)) => group.open(config.api, config.bdf, can_reset),
-            None => Domain::new(config.api).map_err(internal)?.open(config.bdf),
-        };
-        match opened {
+        match open() {
             Ok(function) => return Ok(function),
             Err(VfioError::Busy { .. }) if !stopped && Instant::now() < patience => {
                 let mut stop = [PollFd::new(stop, PollFlags::IN)];
@@ -323,8 +328,7 @@ fn open_when_free(
                 stopped = ready.is_ok_and(|ready| ready != 0);
             }
             Err(error @ VfioError::Busy { .. }) => {
-                let last = config.last_vm.as_ref();
-                let last = last.map_or(String::new(), |vm| format!("; VM {vm} had it last"));
+                let last = last_vm.map_or(String::new(), |vm| format!("; VM {vm} had it last"));
                 return Err(named(error, &last));
             }
             Err(error) => return Err(named(error, "")),

@@ -206,26 +206,71 @@ pub fn what_cannot_be_reset_alone_is_reset_with_its_bus(host: &Host) -> Result<(
         &format!("--vfio odd={GROUPED} --vfio rng={NEIGHBOUR}"),
     )?;
     lender.wait_log("rng shares IOMMU group")?;
-    for (n, vm) in (1..).zip(["first", "second"]) {
-        let backend = host.serve(HERE, vm, "odd", "--device rng --memory 256M")?;
-        let mut vmm = Scripted::start(host, HERE, vm, "odd")?;
+    // Whichever is borrowed first.
+    let orders = [("first", "odd", "rng"), ("second", "rng", "odd")];
+    for (n, (vm, one, other)) in (1..).zip(orders) {
+        let backend = host.serve(HERE, vm, one, &format!("--device {other} --memory 256M"))?;
+        let mut vmm = Scripted::start(host, HERE, vm, one)?;
         vmm.step("reset")?;
-        backend.wait_log("odd (VM")?;
+        backend.wait_log(&format!("{one} (VM {vm}): borrowed"))?;
         let resets = lender.log()?.matches("all functions on the bus of").count();
         ensure!(resets == n, "{resets} resets for {n} VMs");
-        let other = host.serve(HERE, "third", "rng", "")?;
-        let mut late = Scripted::start(host, HERE, "third", "rng")?;
+        let late_backend = host.serve(HERE, "third", other, "")?;
+        let mut late = Scripted::start(host, HERE, "third", other)?;
         late.try_step("place")?;
-        let error = host.status(HERE)?.borrow("third", "rng")?.last_error;
+        let error = host.status(HERE)?.borrow("third", other)?.last_error;
         let error = error.unwrap_or_default();
-        for word in ["rng shares IOMMU group", "odd", &format!("VM {vm}")] {
+        for word in [
+            &format!("{other} shares IOMMU group"),
+            one,
+            &format!("VM {vm}"),
+        ] {
             ensure!(error.contains(word), "no {word:?} in: {error}");
         }
         late.kill()?;
-        other.stop()?;
+        late_backend.stop()?;
         vmm.quit()?;
         backend.stop()?;
         host.wait_free()?;
     }
     lender.stop()
+}
+
+/// A function that was left in use keeps the others of its group from being lent, and no other device.
+pub fn a_group_that_is_in_use_keeps_no_other_device_from_being_lent(host: &Host) -> Result<()> {
+    host.exec_ok("truncate -s 16M /tmp/disk0.img", SHORT)?;
+    let lend = format!("--vfio odd={GROUPED} --vfio rng={NEIGHBOUR} --nvme disk0=/tmp/disk0.img");
+    let lender = host.lend(HERE, &lend)?;
+    let backend = host.serve(HERE, "first", "odd", "")?;
+    let mut vmm = Scripted::start(host, HERE, "first", "odd")?;
+    vmm.step("reset")?;
+    lender.kill()?;
+    let lender = host.lend(HERE, &lend)?;
+    for device in ["odd", "rng"] {
+        lender.wait_log(&format!("device {device} is not lent until"))?;
+    }
+    let other = host.serve(HERE, "second", "disk0", "")?;
+    let mut disk = Scripted::start(host, HERE, "second", "disk0")?;
+    disk.step("io 1M")?;
+    disk.quit()?;
+    other.stop()?;
+    vmm.kill()?;
+    backend.stop()?;
+    lender.stop()?;
+    let lender = host.lend(HERE, &lend)?;
+    let backend = host.serve(HERE, "first", "odd", "")?;
+    let mut vmm = Scripted::start(host, HERE, "first", "odd")?;
+    vmm.step("reset")?;
+    vmm.quit()?;
+    backend.stop()?;
+    lender.stop()?;
+    // The lender that was killed has not given them back.
+    for function in [GROUPED, NEIGHBOUR] {
+        let back = format!(
+            "cd /sys/bus/pci/devices/{function}; echo >driver_override
+            echo {function} >driver/unbind; echo {function} >/sys/bus/pci/drivers_probe"
+        );
+        host.exec_ok(&back, SHORT)?;
+    }
+    Ok(())
 }

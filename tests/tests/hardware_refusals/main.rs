@@ -49,7 +49,7 @@ fn main() {
         unfit::a_host_without_an_iommu_says_how_to_turn_one_on,
         unfit::an_iommu_that_the_kernel_leaves_off_is_told_from_none,
     ];
-    let shared: [(&str, Shared); 28] = tests![
+    let shared: [(&str, Shared); 29] = tests![
         functions::what_cannot_be_lent_stays_with_its_driver,
         functions::a_group_that_the_host_uses_names_its_members,
         functions::what_is_in_use_is_taken_by_force_alone,
@@ -61,6 +61,7 @@ fn main() {
         borrow::a_vmm_that_keeps_a_device_open_keeps_it_from_others,
         borrow::what_cannot_be_reset_is_lent_to_one_vm,
         borrow::what_cannot_be_reset_alone_is_reset_with_its_bus,
+        borrow::a_group_that_is_in_use_keeps_no_other_device_from_being_lent,
         line::interrupt_status_is_that_of_the_function,
         forwarded::device_control_is_the_functions_in_the_borrowers_bits,
         forwarded::link_status_and_device_specific_registers_are_the_functions,

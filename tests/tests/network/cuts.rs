@@ -279,7 +279,12 @@ pub fn io_goes_on_when_the_backend_is_killed(stage: &mut Stage) -> Result<()> {
         let status = stage.far_status()?.0;
         let entry = &status.lent("disk0").context("no disk0")?.entry;
         Ok((entry.borrowed_by.is_none() && entry.kept.is_none()).then_some(()))
-    })
+    })?;
+    let keeper = stage.daemon(keeper);
+    keeper.terminate()?;
+    let ended = keeper.wait_end(SHORT)?;
+    ensure!(ended.success(), "the keeper: {ended}");
+    Ok(())
 }
 
 pub fn a_drive_that_is_out_of_reach_for_too_long_is_given_up(stage: &mut Stage) -> Result<()> {

@@ -1,8 +1,8 @@
 //! How long a disk's I/O waits when a process of it is killed, or its services are restarted.
 //!
 //! A scripted VM takes the guest's place ([`farside_tests::load`]): it keeps commands in flight and
-//! checks their data. A pause is the longest batch of commands that was in flight between the kill
-//! and the second batch after it.
+//! checks their data. A pause is the longest batch of commands that was in flight from the kill until
+//! the VM has done a whole round of I/O after it, of two batches.
 
 use std::{
     panic::resume_unwind,
@@ -140,8 +140,8 @@ pub(super) fn measure(
         about: format!(
             "A driver without a guest keeps commands in flight and checks their data, while a process gets SIGKILL at \
              a random time, {kills} times a repeat; a lender is started again at once, all else starts by itself. The \
-             pause is the longest batch of commands that was in flight from the kill until the second batch after it: \
-             \"no kill\" is what a batch takes in any case. No command may fail. Every repeat has processes of its own; \
+             pause is the longest batch of commands that was in flight from the kill until a whole round of I/O (two batches) after it: \
+             \"no kill\" is the longest batch of as many in any case. No command may fail. Every repeat has processes of its own; \
              all cases take turns. Goals, of the median: 50 ms for worker and backend, 1 s for a restart of \
              all services."
         ),

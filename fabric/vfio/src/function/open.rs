@@ -189,7 +189,8 @@ pub fn check_free(bdf: Bdf, api: Api) -> Result<(), VfioError> {
 /// Resets all functions on a function's bus, none of which is open: by their slot, or their bus. Takes 100 ms and more.
 ///
 /// # Errors
-/// [`VfioError::Busy`] if one of its group is open, [`VfioError::Reset`] if there are functions on its bus that are not on
+/// [`VfioError::Busy`] if one of its group is open (with iommufd [`VfioError::NoInterruptRemapping`], if another one than
+/// `bdf`), [`VfioError::ResetBus`] if there are functions on its bus that are not on
 /// vfio-pci, or are in other groups; else why it cannot be opened.
 pub fn reset_bus(bdf: Bdf, api: Api) -> Result<(), VfioError> {
     let reset = match api {
@@ -213,7 +214,7 @@ pub fn reset_bus(bdf: Bdf, api: Api) -> Result<(), VfioError> {
             ioctl::hot_reset(handle.file().as_fd(), &[])
         }
     };
-    reset.map_err(|source| VfioError::Reset { bdf, source })
+    reset.map_err(|source| VfioError::ResetBus { bdf, source })
 }
 
 fn sysfs(bdf: Bdf) -> PathBuf {

@@ -17,7 +17,7 @@ pub struct LocalPath {
     inner: Composition<Hardware>,
 }
 
-/// A domain that is this path's alone, and the function in it.
+/// A domain of this borrow's VM alone, and the function in it.
 #[derive(Debug)]
 struct Hardware {
     domain: Domain,
@@ -26,8 +26,8 @@ struct Hardware {
 
 impl LocalPath {
     /// A path for `function`, in the domain that it was opened in. That domain
-    /// must be this borrow's alone, and empty, or the function be [adopted](Function::adopt): then mappings of the
-    /// process before stay until bus mastering is set for the first time.
+    /// must be of this borrow's VM alone, and empty but for what that has mapped for other functions, or the function be
+    /// [adopted](Function::adopt): then mappings of the process before stay until bus mastering is set for the first time.
     pub fn new(function: Arc<Function>) -> Self {
         let domain = function.domain().clone();
         Self {

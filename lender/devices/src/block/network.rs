@@ -238,7 +238,6 @@ impl Network {
         let operation = self.operations.get_mut(usize::from(tag));
         if operation.and_then(Option::take).is_some() {
             self.outstanding -= 1;
-            self.has_answered = true;
             self.finished.push((tag, result));
         }
     }
@@ -323,6 +322,7 @@ impl Network {
                 ..
             } => {
                 self.condition = condition;
+                self.has_answered = true;
                 self.finish(tag, result);
             }
             // Once for a connection: a lender that repeats it uses no memory.

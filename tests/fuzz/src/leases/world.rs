@@ -510,7 +510,7 @@ impl World {
             for vm in VMS {
                 let vm: VmName = name(vm);
                 let held = self.ledgers[at].rightful(&vm);
-                let granted = self.registry.grant(&id, &vm, held);
+                let granted = self.registry.grant(&id, &vm, None, held);
                 let generation = match granted {
                     Ok(grant) => grant.generation(),
                     Err(error) => panic!("{vm} is locked out of {id}: {error}"),
@@ -535,7 +535,7 @@ fn grant<'a>(
             granted.map(|(grant, chain)| (grant, Some(chain)))
         }
         None => {
-            let granted = registry.grant(device, vm, fence);
+            let granted = registry.grant(device, vm, None, fence);
             granted.map(|grant| (grant, None))
         }
     }
