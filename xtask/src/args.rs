@@ -103,7 +103,7 @@ pub(crate) struct Soak {
     #[arg(long, value_name = "MINUTES")]
     pub(crate) minutes: Option<u64>,
     /// Only this round: migration, properties, simulation, fuzz, miri, hotplug, loss, crowd, canaries,
-    /// outlive, functions, cuts, interleavings, deny, many-vms or one-guest.
+    /// outlive, outlive-guests, functions, cuts, interleavings, deny, many-vms or one-guest.
     #[arg(long, value_name = "ROUND")]
     pub(crate) only: Option<String>,
 }

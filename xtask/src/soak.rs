@@ -15,7 +15,7 @@ use farside_testbed::die_with_us;
 use crate::args::Soak;
 
 /// Chores to run in turn. A test binary accepts one filter.
-const ROUNDS: [Round; 16] = [
+const ROUNDS: [Round; 17] = [
     Round {
         name: "migration",
         arguments: "test --no-fail-fast --test migration",
@@ -78,6 +78,12 @@ const ROUNDS: [Round; 16] = [
         arguments: "test --no-fail-fast --test outlive -- --nocapture",
         variables: &[("FARSIDE_KILLS", "1000")],
         seed: Some("FARSIDE_SEED"),
+    },
+    Round {
+        name: "outlive-guests",
+        arguments: "test --no-fail-fast --test guests -- outlive:: --nocapture",
+        variables: &[("FARSIDE_KILLS", "1000")],
+        seed: None,
     },
     Round {
         name: "functions",

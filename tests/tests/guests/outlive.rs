@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use farside_backend_api::ConnectionState;
-use farside_tests::{BOOT, Cluster, Daemon, Guest, MIB, SHORT};
+use farside_tests::{BOOT, Cluster, Daemon, Guest, MIB, SHORT, from_env};
 use libtest_mimic::Completion;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -12,13 +12,20 @@ use crate::{check, passed, virtio::wait_disk as open_virtio};
 
 /// Writes, flushes and trims, and verifies what was written, while it is written and at the end.
 const LOAD: &str = "fio --output-format=terse --filename=DISK --direct=1 --ioengine=libaio \
-    --time_based --runtime=20 \
+    --time_based --runtime=SECONDS \
     --name=verify --rw=randwrite --bsrange=4k-64k --size=16M --iodepth=16 --fsync=64 \
     --verify=crc32c --verify_fatal=1 --verify_backlog=128 \
     --name=read --rw=randread --bs=4k --offset=16M --size=16M --iodepth=8 \
     --name=trim --rw=randtrim --bs=64k --offset=32M --size=16M --iodepth=4";
 
-const KILLS: u64 = 10;
+/// Number of kills, unless `FARSIDE_KILLS` is set.
+const KILLS: u64 = 50;
+
+/// Time between two kills, in which the guest does I/O.
+const INTERVAL: Duration = Duration::from_millis(300);
+
+/// The load's time for each kill.
+const FOR_A_KILL: Duration = Duration::from_secs(1);
 
 /// The model of a disk.
 #[derive(Clone, Copy)]
@@ -61,8 +68,35 @@ impl Model {
         Ok(guest)
     }
 
-    fn load(self) -> String {
+    fn load(self, seconds: u64) -> String {
         LOAD.replace("DISK", self.disk)
+            .replace("SECONDS", &seconds.to_string())
+    }
+
+    /// Kills something again and again while the guest does I/O; `kill` waits until that goes on.
+    fn under_load(
+        self,
+        guest: &Guest<'_>,
+        mut kill: impl FnMut(u64) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let kills = from_env("FARSIDE_KILLS")?.unwrap_or(KILLS);
+        let time = FOR_A_KILL * kills as u32;
+        let load = guest.exec_start(&self.load(time.as_secs()), time + BOOT)?;
+        let began = Instant::now();
+        let mut under_load = 0;
+        for n in 1..=kills {
+            std::thread::sleep(INTERVAL);
+            under_load += u64::from(began.elapsed() < time);
+            kill(n)?;
+        }
+        let output = load.wait()?;
+        ensure!(output.success(), "{output}");
+        println!("{under_load} of {kills} kills under load");
+        ensure!(
+            under_load > kills / 4,
+            "{under_load} of {kills} kills under load"
+        );
+        Ok(())
     }
 }
 
@@ -89,17 +123,14 @@ fn kill_workers(cluster: &Cluster, model: Model) -> anyhow::Result<Completion> {
     let _backend = cluster.serve("a", &["disk0"]).start()?;
     let guest = model.boot(cluster)?;
     let before = errors(&guest)?;
-    let load = guest.exec_start(&model.load(), BOOT)?;
-    for kill in 0..KILLS {
-        std::thread::sleep(Duration::from_millis(1200));
+    model.under_load(&guest, |kills| {
         kill_process(worker(lender.pid(), "disk0")?, Signal::KILL)?;
         cluster.wait_status("another worker", SHORT, |status| {
             let connection = status.borrow("a", "disk0")?.connection;
-            Ok(connection.filter(|it| it.restarts == kill + 1))
+            Ok(connection.filter(|it| it.restarts == kills))
         })?;
-    }
-    let output = load.wait()?;
-    ensure!(output.success(), "{output}");
+        Ok(())
+    })?;
     finish(cluster, guest, &before, model)
 }
 
@@ -117,11 +148,8 @@ pub fn half_an_hour_of_kills_costs_a_guest_no_io_error(
     let guest = cluster.guest("a").whole().boot()?;
     guest.wait_disk()?;
     let before = errors(&guest)?;
-    let load = NVME
-        .load()
-        .replace("--runtime=20", &format!("--runtime={seconds}"));
     let began = Instant::now();
-    let load = guest.exec_start(&load, Duration::from_secs(seconds) + BOOT)?;
+    let load = guest.exec_start(&NVME.load(seconds), Duration::from_secs(seconds) + BOOT)?;
     let mut pauses = Vec::new();
     for second in (10..seconds.saturating_sub(5)).step_by(10) {
         let due = Duration::from_secs(second);
@@ -169,11 +197,9 @@ pub fn lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error(
     let guest = cluster.guest("a").whole().boot()?;
     guest.wait_disk()?;
     let before = errors(&guest)?;
-    let load = guest.exec_start(&NVME.load(), BOOT)?;
     let drive = format!("disk0={}", image.display());
-    for kill in 0..4 {
-        std::thread::sleep(Duration::from_millis(2000));
-        match kill % 2 {
+    NVME.under_load(&guest, |kills| {
+        match kills % 2 {
             0 => lender.kill()?,
             _ => {
                 lender.terminate()?;
@@ -181,9 +207,8 @@ pub fn lenders_that_are_killed_or_stopped_cost_a_guest_no_io_error(
             }
         }
         lender = cluster.lend(&["--nvme", &drive])?;
-    }
-    let output = load.wait()?;
-    ensure!(output.success(), "{output}");
+        Ok(())
+    })?;
     finish(cluster, guest, &before, NVME)
 }
 
@@ -211,9 +236,7 @@ fn kill_backends(cluster: &Cluster, model: Model) -> anyhow::Result<Completion> 
     let keeper = serve.start()?;
     let guest = model.boot(cluster)?;
     let before = errors(&guest)?;
-    let load = guest.exec_start(&model.load(), BOOT)?;
-    for kill in 1..=KILLS {
-        std::thread::sleep(Duration::from_millis(1200));
+    model.under_load(&guest, |kills| {
         kill_process(child(keeper.pid(), "serve")?, Signal::KILL)?;
         // Until the next one has its sockets, there is no status of it.
         let deadline = Instant::now() + SHORT;
@@ -222,15 +245,14 @@ fn kill_backends(cluster: &Cluster, model: Model) -> anyhow::Result<Completion> 
             let restarts = status.0.backend("a").and_then(|it| it.restarts);
             let connection = status.borrow("a", "disk0")?.connection;
             let state = connection.map(|it| it.state);
-            Ok(restarts == Some(kill) && state == Some(ConnectionState::Connected))
+            Ok(restarts == Some(kills) && state == Some(ConnectionState::Connected))
         };
         while !goes_on().unwrap_or_default() {
             ensure!(Instant::now() < deadline, "{}", keeper.log());
             std::thread::sleep(Duration::from_millis(20));
         }
-    }
-    let output = load.wait()?;
-    ensure!(output.success(), "{output}");
+        Ok(())
+    })?;
     finish(cluster, guest, &before, model)
 }
 

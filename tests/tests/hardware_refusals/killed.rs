@@ -140,7 +140,7 @@ const FIND_BACKEND: &str = "for p in $(cat /proc/$(cat /run/backend-a.pid)/task/
     [ $(cat /proc/$p/comm) = farside ] && echo $p; done";
 
 /// Number of kills, unless `FARSIDE_KILLS` is set.
-const KILLS: u64 = 20;
+const KILLS: u64 = 50;
 
 /// Kills in the life of a scripted VMM, which is limited.
 const IN_A_LIFE: u64 = 20;
