@@ -8,7 +8,7 @@ use farside_error_chain::Chain;
 use farside_fabric::soft::Adapter;
 use farside_host_pci::{CreatedVfs, HostPci};
 use farside_ntb::HostEndpoint;
-use farside_vfio::{SecondHandle, VfioError};
+use farside_vfio::{Api, SecondHandle, VfioError};
 
 use crate::{
     config::{Borrower, Config, Model, Source, VfioUserConfig},
@@ -135,6 +135,16 @@ pub(crate) fn open(
                 Err(error @ VfioError::Busy { .. }) if group.is_some() => {
                     log::error!(
                         "device {id} is not lent until this lender is started again: {}",
+                        Chain(&error)
+                    );
+                    continue;
+                }
+                // iommufd's answer while another process has another function of the group.
+                Err(error @ VfioError::NoInterruptRemapping { .. })
+                    if group.is_some() && api == Api::Iommufd =>
+                {
+                    log::error!(
+                        "device {id} is not lent until this lender is started again: another process has a function of its IOMMU group, or {}",
                         Chain(&error)
                     );
                     continue;

@@ -322,7 +322,7 @@ impl Registry {
         }
         if slot.group.is_some() {
             return Err(invalid(format!(
-                "device {id} shares its IOMMU group with other devices of this lender, which go back to their drivers together: remove it from lender.toml and restart the lender"
+                "device {id} shares its IOMMU group with other devices of this lender, which go back to their drivers together: remove all of them from lender.toml and restart the lender"
             )));
         }
         // From now on the medium may be changed unseen.

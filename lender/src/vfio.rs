@@ -150,10 +150,6 @@ impl VfioDevice {
         let mut probed = match known.map_or_else(|| look_at(api, bdf), Ok) {
             Ok(found) => found,
             Err(error) => {
-                let error = match &group {
-                    Some(_) => shared::held(error, api),
-                    None => error,
-                };
                 if matches!(error, VfioError::Busy { .. }) {
                     // Unbinding would wait for its current user, and take the function away from
                     // it.
@@ -178,7 +174,7 @@ impl VfioDevice {
         let address_bits = binding.before().dma_limit_bits();
         let _binding = match &group {
             Some(group) => {
-                group.add(binding, probed.bdf, probed.can_reset);
+                group.add(binding, probed.bdf, probed.can_reset, allow_dirty);
                 None
             }
             None => Some(binding),
@@ -253,10 +249,12 @@ impl VfioDevice {
         let Some(group) = &bound.group else {
             return open_clean(&bound.id, &config, &bound.stop);
         };
-        if transport != Transport::SharedMemory {
-            return Err(unsupported(NO_NTB));
+        match transport {
+            Transport::SharedMemory => {}
+            Transport::Ntb => return Err(unsupported(NO_NTB)),
+            Transport::Network => return Err(unsupported(NO_NETWORK)),
         }
-        let open = || group.open(config.api, config.bdf, vm, bound.allow_dirty);
+        let open = || group.open(config.api, config.bdf, vm);
         open_clean_by(open, &bound.id, config.last_vm.as_ref(), &bound.stop)
     }
 

@@ -150,8 +150,13 @@ fn functions_of_a_group_are_lent_to_one_vm_of_one_user() {
     }
     begin(disk, "web2", Some(1001)).unwrap();
     begin(audio, "web1", Some(1000)).unwrap();
+    let error = registry.remove(audio).unwrap_err();
+    assert!(error.message.contains("lent to VM web1"), "{error}");
     // Until the last one is returned.
     registry.release(gpu, generation, Release::Over(Revocation::Released));
     begin(gpu, "web2", Some(1000)).unwrap_err();
-    begin(gpu, "web1", Some(1000)).unwrap();
+    let generation = begin(gpu, "web1", Some(1000)).unwrap();
+    registry.release(gpu, generation, Release::Over(Revocation::Released));
+    let error = registry.remove(gpu).unwrap_err();
+    assert!(error.message.contains("remove all of them"), "{error}");
 }

@@ -126,9 +126,6 @@ impl Devices {
             .add(&id, kind, described, queue, access, first_generation())
             .map_err(failed)?;
         self.registry.set_rom(&id, rom);
-        if let Some(group) = group {
-            self.registry.set_group(&id, group);
-        }
         if let Lendable::InWorker(device) = &device
             && let Some(adopted) = device.adopted()
         {
@@ -150,6 +147,9 @@ impl Devices {
             // It is not lent.
             let _ = self.registry.remove(&id);
             return Err(error.into());
+        }
+        if let Some(group) = group {
+            self.registry.set_group(&id, group);
         }
         quotas.insert(id, quota);
         Ok(())

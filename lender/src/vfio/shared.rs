@@ -31,11 +31,19 @@ struct Shared {
     /// That VM, or the last one.
     vm: Option<VmName>,
     /// The functions that cannot be reset alone.
-    no_reset: Vec<Bdf>,
-    /// A VM has had functions since those were last reset.
-    is_used: bool,
+    no_reset: Vec<NoReset>,
     /// All functions: they go back to their drivers together, since none takes one while VFIO has another.
     bindings: Vec<Binding>,
+}
+
+/// A function that cannot be reset alone.
+#[derive(Debug)]
+struct NoReset {
+    bdf: Bdf,
+    /// Another VM may have it as it is.
+    allow_dirty: bool,
+    /// A VM has had it since it was last reset.
+    is_used: bool,
 }
 
 impl SharedGroup {
@@ -47,35 +55,35 @@ impl SharedGroup {
     }
 
     /// Adds a function, which was probed.
-    pub(super) fn add(&self, binding: Binding, bdf: Bdf, can_reset: bool) {
+    pub(super) fn add(&self, binding: Binding, bdf: Bdf, can_reset: bool, allow_dirty: bool) {
         let mut shared = self.lock();
         shared.bindings.push(binding);
         if !can_reset {
-            shared.no_reset.push(bdf);
+            shared.no_reset.push(NoReset {
+                bdf,
+                allow_dirty,
+                is_used: false,
+            });
         }
     }
 
     /// Opens one of the functions for `vm`, beside those that are open. Before the first one, those are reset that cannot be
     /// reset alone.
-    pub(super) fn open(
-        &self,
-        api: Api,
-        bdf: Bdf,
-        vm: &VmName,
-        allow_dirty: bool,
-    ) -> Result<Function, VfioError> {
+    pub(super) fn open(&self, api: Api, bdf: Bdf, vm: &VmName) -> Result<Function, VfioError> {
         let mut shared = self.lock();
         let opened = match shared.domain.upgrade() {
             Some(_) if shared.vm.as_ref() != Some(vm) => Err(busy(bdf, api)),
             Some(domain) => domain.open(bdf),
             None => shared
-                .reset(api, allow_dirty)
+                .reset(|bdf| reset_bus(bdf, api))
                 .and_then(|()| Domain::new(api)?.open(bdf)),
         };
         let function = opened.map_err(|error| held(error, api))?;
         shared.domain = function.domain().downgrade();
         shared.vm = Some(vm.clone());
-        shared.is_used = true;
+        for used in shared.no_reset.iter_mut().filter(|it| it.bdf == bdf) {
+            used.is_used = true;
+        }
         Ok(function)
     }
 
@@ -97,32 +105,39 @@ impl SharedGroup {
 }
 
 impl Shared {
-    /// Resets each bus that has functions which cannot be reset alone, while no function is open. Fails if one cannot be
-    /// reset and may have a former VM's state.
-    fn reset(&mut self, api: Api, allow_dirty: bool) -> Result<(), VfioError> {
-        let buses: BTreeMap<_, _> = (self.no_reset.iter())
-            .map(|bdf| ((bdf.domain(), bdf.bus()), *bdf))
-            .collect();
-        let mut resets = buses.values().map(|bdf| reset_bus(*bdf, api));
-        match resets.find_map(Result::err) {
-            None => {
-                for bdf in buses.values() {
-                    log::info!("all functions on the bus of {bdf} were reset");
-                }
-                self.is_used = false;
-            }
-            Some(error @ VfioError::ResetBus { .. }) if !self.is_used || allow_dirty => {
-                log::warn!("{}", Chain(&error));
-            }
-            Some(error) => return Err(error),
+    /// Resets each bus that has functions which cannot be reset alone, while no function is open. Fails if such a function
+    /// has a former VM's state afterwards that no other VM may have.
+    fn reset(&mut self, reset_bus: impl Fn(Bdf) -> Result<(), VfioError>) -> Result<(), VfioError> {
+        let bus = |bdf: Bdf| (bdf.domain(), bdf.bus());
+        let mut buses: BTreeMap<_, Vec<&mut NoReset>> = BTreeMap::new();
+        for function in &mut self.no_reset {
+            buses.entry(bus(function.bdf)).or_default().push(function);
         }
-        Ok(())
+        let mut result = Ok(());
+        for functions in buses.into_values() {
+            let Some(bdf) = functions.first().map(|it| it.bdf) else {
+                continue;
+            };
+            match reset_bus(bdf) {
+                Ok(()) => {
+                    log::info!("all functions on the bus of {bdf} were reset");
+                    functions.into_iter().for_each(|it| it.is_used = false);
+                }
+                Err(error @ VfioError::ResetBus { .. })
+                    if functions.iter().all(|it| it.allow_dirty || !it.is_used) =>
+                {
+                    log::warn!("{}", Chain(&error));
+                }
+                Err(error) => result = result.and(Err(error)),
+            }
+        }
+        result
     }
 }
 
 /// What an error of a function means that was open before: its IOMMU has interrupt remapping, so iommufd refuses it since
 /// another process has a function of its group.
-pub(super) fn held(error: VfioError, api: Api) -> VfioError {
+fn held(error: VfioError, api: Api) -> VfioError {
     match error {
         VfioError::NoInterruptRemapping { bdf } if api == Api::Iommufd => busy(bdf, api),
         error => error,
@@ -134,5 +149,58 @@ fn busy(bdf: Bdf, api: Api) -> VfioError {
     VfioError::Busy {
         bdf,
         node: nodes.into_iter().next_back().unwrap_or_default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    fn function(bdf: &str, allow_dirty: bool) -> NoReset {
+        NoReset {
+            bdf: bdf.parse().unwrap(),
+            allow_dirty,
+            is_used: true,
+        }
+    }
+
+    /// Resets all buses but those that are `fixed`.
+    fn reset(shared: &mut Shared, fixed: &[u8]) -> Result<(), VfioError> {
+        shared.reset(|bdf| match fixed.contains(&bdf.bus()) {
+            true => Err(VfioError::ResetBus {
+                bdf,
+                source: io::ErrorKind::InvalidInput.into(),
+            }),
+            false => Ok(()),
+        })
+    }
+
+    #[test]
+    fn no_function_of_a_group_passes_a_former_vms_state_on() {
+        let mut shared = Shared {
+            no_reset: vec![
+                function("0000:01:00.0", false),
+                function("0000:02:00.0", false),
+                function("0000:03:00.0", true),
+            ],
+            ..Shared::default()
+        };
+        // One bus is not reset: the others are, and the group is not lent.
+        let error = reset(&mut shared, &[1, 3]).unwrap_err();
+        assert!(error.to_string().contains("0000:01:00.0"), "{error}");
+        let used = |shared: &Shared| -> Vec<bool> {
+            shared.no_reset.iter().map(|it| it.is_used).collect()
+        };
+        assert_eq!(used(&shared), [true, false, true]);
+        // What may have that state, or no VM has had.
+        reset(&mut shared, &[2, 3]).unwrap();
+        assert_eq!(used(&shared), [false, false, true]);
+        // Two functions of a bus, of which one must not pass it on.
+        shared.no_reset.push(function("0000:03:00.1", false));
+        reset(&mut shared, &[3]).unwrap_err();
+        reset(&mut shared, &[]).unwrap();
+        assert_eq!(used(&shared), [false; 4]);
     }
 }

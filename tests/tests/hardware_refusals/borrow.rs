@@ -201,6 +201,7 @@ pub fn what_cannot_be_reset_is_lent_to_one_vm(host: &Host) -> Result<()> {
 }
 
 pub fn what_cannot_be_reset_alone_is_reset_with_its_bus(host: &Host) -> Result<()> {
+    let before = host.look()?;
     let lender = host.lend(
         HERE,
         &format!("--vfio odd={GROUPED} --vfio rng={NEIGHBOUR}"),
@@ -233,7 +234,10 @@ pub fn what_cannot_be_reset_alone_is_reset_with_its_bus(host: &Host) -> Result<(
         backend.stop()?;
         host.wait_free()?;
     }
-    lender.stop()
+    lender.stop()?;
+    let after = host.look()?;
+    ensure!(before == after, "before:\n{before}\nafter:\n{after}");
+    Ok(())
 }
 
 /// A function that was left in use keeps the others of its group from being lent, and no other device.

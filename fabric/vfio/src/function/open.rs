@@ -214,7 +214,14 @@ pub fn reset_bus(bdf: Bdf, api: Api) -> Result<(), VfioError> {
             ioctl::hot_reset(handle.file().as_fd(), &[])
         }
     };
-    reset.map_err(|source| VfioError::ResetBus { bdf, source })
+    reset.map_err(|source| match source.raw_os_error() {
+        // Something of the kernel's has a function of the bus locked.
+        Some(libc::EAGAIN) => VfioError::Busy {
+            bdf,
+            node: sysfs(bdf).display().to_string(),
+        },
+        _ => VfioError::ResetBus { bdf, source },
+    })
 }
 
 fn sysfs(bdf: Bdf) -> PathBuf {
