@@ -27,6 +27,12 @@ const KILL_WORKERS: &str = "for n in 1 2 3; do
     last=$w
 done";
 
+/// Two functions of a conventional PCI bus, and so of one group: VM, id, address.
+const GROUPED: [(&str, &str, &str); 2] = [
+    ("first", "one", "0000:01:01.0"),
+    ("second", "two", "0000:01:02.0"),
+];
+
 /// Bytes that the guest writes and reads.
 const IO: u64 = 8 * MIB;
 
@@ -58,6 +64,8 @@ pub struct IommufdFacts {
     pub msix_device: u64,
     /// Interrupts that the scripted VMM counted.
     pub msix_guest: u64,
+    /// Resets of a bus for two VMs, which had a function each of a group that cannot be reset alone.
+    pub bus_resets: u64,
     /// Total duration, seconds.
     pub wall_s: f64,
 }
@@ -96,6 +104,10 @@ impl IommufdFacts {
             ),
             check("it changed nothing", self.rogue_bytes_written == 0),
             check(
+                "functions that cannot be reset alone were reset for each VM",
+                self.bus_resets == 2,
+            ),
+            check(
                 "the guest got each of the device's interrupts",
                 self.msix_guest > 0 && self.msix_device == self.msix_guest,
             ),
@@ -110,7 +122,14 @@ pub fn iommufd(set: &Set<'_>, modules: &IommufdModules) -> Result<IommufdFacts> 
     let image = stage::image(set, "iommufd.img")?;
     (set.tell)("booting a host with iommufd");
     let builder = set.testbed.host_vm("iommufd").nested_guests(0);
-    let builder = builder.iommufd(modules).args(stage::drive(&image));
+    let builder = builder.iommufd(modules).args(stage::drive(&image)).args([
+        "-device",
+        "pcie-pci-bridge,id=conventional,addr=7",
+        "-device",
+        "edu,bus=conventional,addr=1",
+        "-device",
+        "edu,bus=conventional,addr=2",
+    ]);
     let host = Host::launch(builder, set.programs)?;
     let played = (|| {
         let lender = host.lend(&format!("--name rack1 --vfio {DEVICE}={DRIVE}"))?;
@@ -124,7 +143,9 @@ pub fn iommufd(set: &Set<'_>, modules: &IommufdModules) -> Result<IommufdFacts> 
             .with_context(|| format!("reading {}", image.display()))?;
         facts.checksum_ok &= written == sha256(&bytes);
         backend.stop()?;
-        lender.stop()
+        lender.stop()?;
+        facts.bus_resets = share_a_group(&host, set)?;
+        Ok(())
     })();
     played.map_err(|error: anyhow::Error| error.context(host.story()))?;
     host.shutdown()?;
@@ -169,6 +190,26 @@ fn play(host: &Host, set: &Set<'_>, facts: &mut IommufdFacts) -> Result<String> 
     host.wait_returned(DEVICE)?;
     let written = io["sha256_pattern"].as_str();
     Ok(written.context("no sha256_pattern")?.to_owned())
+}
+
+/// Lends two functions of a group to one VM after the other. Returns how often their bus was reset.
+fn share_a_group(host: &Host, set: &Set<'_>) -> Result<u64> {
+    (set.tell)("two scripted guests use a function each of a group");
+    let vfio = GROUPED.map(|(_, device, at)| format!("--vfio {device}={at}"));
+    let lender = host.lend(&format!("--name rack1 {}", vfio.join(" ")))?;
+    for (vm, device, _) in GROUPED {
+        let backend = host.serve(vm, device, "")?;
+        let mut vmm = Scripted::start(host, &socket(vm, device), "--ram 64M --low 32M")?;
+        vmm.step("reset")?;
+        let lent = host.lent(device)?;
+        ensure!(lent.borrowed_by.as_deref() == Some(vm), "{lent:?}");
+        vmm.quit()?;
+        host.wait_returned(device)?;
+        backend.stop()?;
+    }
+    let log = host.exec_ok("cat /tmp/lender.log", SHORT)?;
+    lender.stop()?;
+    Ok(log.matches("all functions on the bus of").count() as u64)
 }
 
 /// Interrupts of the device, as counted by the host.

@@ -20,8 +20,10 @@ pub(super) struct Scripted<'a> {
 impl<'a> Scripted<'a> {
     /// Starts it with a backend's socket.
     pub(super) fn start(host: &'a Host, socket: &str, args: &str) -> Result<Self> {
+        // Those of a former one.
+        host.exec_ok(&format!("rm -f {INPUT} {OUTPUT}"), SHORT)?;
         let command = format!(
-            "rm -f {INPUT} {OUTPUT}; mkfifo {INPUT} || exit 1
+            "mkfifo {INPUT} || exit 1
             # Opened for both, so that no line is the last one.
             exec 3<>{INPUT}
             exec scripted-vmm --socket {socket} --wait 60 --deadline 170 --timeout 60 {args} \
