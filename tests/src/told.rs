@@ -45,6 +45,14 @@ pub enum Weight {
 }
 
 impl Weight {
+    /// Of a test of guests that kills `FARSIDE_KILLS` times: the soak's thousand take longer than what a test does by itself.
+    pub fn of_kills() -> Self {
+        match std::env::var_os("FARSIDE_KILLS") {
+            Some(_) => Self::Hosts,
+            None => Self::Guests,
+        }
+    }
+
     fn limit(self) -> Duration {
         Duration::from_secs(
             60 * match self {

@@ -121,6 +121,7 @@ fn main() {
         let heavy = HEAVY.iter().find(|(it, _)| *it == name);
         let weight = match heavy.is_some() || name.starts_with("crowd::") {
             true => Weight::Hosts,
+            false if name.starts_with("outlive::") => Weight::of_kills(),
             false => Weight::Guests,
         };
         // libtest-mimic prints no reason for an ignored trial, so the flag is set only

@@ -198,6 +198,11 @@ pub fn io_goes_on_after_short_cuts(stage: &mut Stage) -> Result<()> {
         pauses[pauses.len() / 2],
         pauses[pauses.len() - 1]
     );
+    // I/O that had ended before the cut is answered at once.
+    ensure!(
+        pauses[pauses.len() / 2] > Duration::from_millis(10),
+        "the wire was cut after most I/O: {pauses:?}"
+    );
     Ok(())
 }
 

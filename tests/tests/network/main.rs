@@ -59,9 +59,8 @@ fn main() {
         tester::a_device_without_a_medium_is_revoked,
     ]
     .map(|(name, test)| {
-        // The soak kills and cuts a thousand times.
         let weight = match name.starts_with("cuts::") {
-            true => Weight::Hosts,
+            true => Weight::of_kills(),
             false => Weight::Guests,
         };
         trial(name, weight, move || {
