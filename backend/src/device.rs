@@ -453,6 +453,7 @@ impl Device {
         // An error recurs when the channel is read.
         let _ = self.log.flush(registers);
         self.bars.adopt(lease.bars);
+        self.publish_bars();
         self.absent = false;
         self.release_requested = false;
         self.report.generation = lease.generation;

@@ -172,7 +172,7 @@ pub(crate) struct DmaTable {
     refused: BTreeMap<(Gpa, u64), DmaError>,
 }
 
-/// Device, inode and access mode: equal for descriptors that are equivalent for `mmap`.
+/// Device, inode and access mode: equal for descriptors that are equivalent for `mmap`. The address of the descriptor of a BAR.
 type FileKey = (u64, u64, u32);
 
 /// The reason that DMA is blocked.
@@ -218,9 +218,17 @@ impl DmaTable {
         if self.mappings.len() >= MAX_MAPPINGS {
             return Err(DmaError::TooMany);
         }
-        if let Target::Ram(backing) | Target::Bar(backing) = &mut target {
-            let key = check_file(start, len, backing)?;
-            backing.file = self.one_of(key, &backing.file)?;
+        match &mut target {
+            Target::Private => {}
+            Target::Ram(backing) => {
+                let key = check_file(start, len, backing)?;
+                backing.file = self.one_of(key, &backing.file)?;
+            }
+            // Not the client's. Functions of VFIO groups share an inode.
+            Target::Bar(backing) => {
+                let key = (u64::MAX, Arc::as_ptr(&backing.file).addr() as u64, 0);
+                backing.file = self.one_of(key, &backing.file)?;
+            }
         }
         let mapping = Mapping {
             range,

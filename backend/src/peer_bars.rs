@@ -3,8 +3,8 @@
 //!
 //! A VMM maps the BARs of its devices for DMA as it maps guest RAM, whenever the guest places, moves, enables or disables
 //! one, but sends no descriptor with them: it has them from this backend. A range without a descriptor is therefore looked
-//! up here. Only prefetchable BARs of software models are listed, which are memory: registers are not, for each of which a
-//! window would be spent. A device's own BAR is not looked up for it: DMA of a PCIe function does not reach that function.
+//! up here. Only prefetchable BARs are listed, which are memory: registers are not, for each of which a window would be
+//! spent. A device's own BAR is not looked up for it: DMA of a PCIe function does not reach that function.
 
 use std::{
     collections::BTreeMap,
@@ -13,6 +13,7 @@ use std::{
 
 use farside_daemon::DeviceId;
 use farside_guest_layout::GpaRange;
+use farside_lender_protocol::Address;
 
 use crate::{borrow::bars::BarFile, dma_table::Backing};
 
@@ -21,6 +22,8 @@ use crate::{borrow::bars::BarFile, dma_table::Backing};
 pub(crate) struct PeerBar {
     pub(crate) range: GpaRange,
     pub(crate) memory: BarFile,
+    /// The lender that has the memory; none if this backend allocated it.
+    pub(crate) lender: Option<Address>,
 }
 
 /// The BARs of one VM. Clones share them.
@@ -38,11 +41,21 @@ impl PeerBars {
 
     /// The device other than `not` whose BAR `range` is, or is a part of, and the memory behind `range`, by a descriptor of
     /// its own: the next backend claims one for each device. `None` if there is no descriptor left, too.
-    pub(crate) fn find(&self, range: GpaRange, not: &DeviceId) -> Option<(DeviceId, Backing)> {
+    ///
+    /// The descriptor of a function gives more than the BAR. Only the device's own lender, which `by` has to be, gets it.
+    pub(crate) fn find(
+        &self,
+        range: GpaRange,
+        not: &DeviceId,
+        by: &Address,
+    ) -> Option<(DeviceId, Backing)> {
         let listed = self.lock();
         let others = listed.iter().filter(|(device, _)| *device != not);
         let mut all = others.flat_map(|(device, bars)| bars.iter().map(move |bar| (device, bar)));
         let (device, bar) = all.find(|(_, bar)| bar.range.covers(range))?;
+        if bar.lender.as_ref().is_some_and(|lender| lender != by) {
+            return None;
+        }
         let skip = range.start().offset_from(bar.range.start())?;
         let memory = Backing {
             file: Arc::new(bar.memory.file.try_clone().ok()?.into()),
@@ -83,11 +96,14 @@ mod tests {
             memory: BarFile {
                 file: Arc::clone(&file),
                 offset: 0x1000,
+                is_here: true,
             },
+            lender: None,
         };
+        let lender: Address = "/run/lender.sock".parse().unwrap();
         let bars = PeerBars::default();
         let found = |start, len| {
-            let (device, memory) = bars.find(range(start, len), &device("c"))?;
+            let (device, memory) = bars.find(range(start, len), &device("c"), &lender)?;
             assert_eq!(memory.file.metadata().unwrap().ino(), inode);
             Some((device.to_string(), memory.offset))
         };
@@ -103,7 +119,10 @@ mod tests {
         ] {
             assert_eq!(found(start, len), None, "{start:#x}+{len:#x}");
         }
-        assert!(bars.find(range(0x10_0000, 0x4000), &device("a")).is_none());
+        assert!(
+            bars.find(range(0x10_0000, 0x4000), &device("a"), &lender)
+                .is_none()
+        );
         // Moved, then off.
         bars.list(&device("a"), vec![bar(0x40_0000)]);
         assert_eq!(found(0x10_0000, 0x4000), None);
@@ -111,5 +130,14 @@ mod tests {
         bars.list(&device("a"), Vec::new());
         assert_eq!(found(0x40_0000, 0x4000), None);
         assert_eq!(found(0x20_0000, 0x4000), Some(("b".to_owned(), 0x1000)));
+        // A lender's, for its own devices only.
+        let owned = |lender: &str| PeerBar {
+            lender: Some(lender.parse().unwrap()),
+            ..bar(0x50_0000)
+        };
+        bars.list(&device("a"), vec![owned("/run/other.sock")]);
+        assert_eq!(found(0x50_0000, 0x4000), None);
+        bars.list(&device("a"), vec![owned("/run/lender.sock")]);
+        assert_eq!(found(0x50_0000, 0x4000), Some(("a".to_owned(), 0x1000)));
     }
 }

@@ -1,10 +1,14 @@
 //! The kind of file that a client shares as memory.
 
-use std::{fs::File, io};
+use std::{
+    fs::File,
+    io,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use rustix::fs;
 
-use crate::{PAGE_SIZE, Size};
+use crate::{PAGE_SIZE, Size, vfio_device};
 
 /// A file that may be mapped as memory.
 pub(crate) struct Backing {
@@ -19,14 +23,19 @@ pub(crate) struct Backing {
     pub(crate) len: usize,
     /// Offset of the range in the mapping.
     pub(crate) skip: usize,
-    /// File system and inode number: equal for two descriptors of one file.
+    /// File system and inode number: equal for two descriptors of one file. A function has another one with each check.
     pub(crate) identity: (u64, u64),
+    /// Whether it is a function, and the range in one of its BARs.
+    pub(crate) is_function: bool,
     /// Bytes of the file.
     pub(crate) file_size: u64,
 }
 
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+/// Number of the next function: those of a VFIO group share an inode.
+static FUNCTIONS: AtomicU64 = AtomicU64::new(0);
 
 impl Backing {
     /// Checks that the `len` bytes at `offset` of `file` can be mapped now.
@@ -35,6 +44,9 @@ impl Backing {
         let invalid = |text: String| Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         let status = fs::fstat(file)?;
         if fs::FileType::from_raw_mode(status.st_mode) != fs::FileType::RegularFile {
+            if vfio_device::is_function(file, &status) {
+                return Self::of_function(offset, len);
+            }
             return invalid("it is no regular file; share memory as a memfd".into());
         }
         let system = fs::fstatfs(file)?;
@@ -81,7 +93,32 @@ impl Backing {
             len: if hugetlb { rounded } else { len as usize },
             skip: skip as usize,
             identity: (status.st_dev, status.st_ino),
+            is_function: false,
             file_size: size,
         })
+    }
+
+    /// A part of a function's BAR, whose place in the descriptor the kernel checks when it is mapped.
+    fn of_function(offset: u64, len: u64) -> io::Result<Self> {
+        let is_whole = len != 0 && (offset | len).is_multiple_of(PAGE_SIZE);
+        match (usize::try_from(len), offset.checked_add(len)) {
+            (Ok(bytes), Some(end)) if is_whole => Ok(Self {
+                page_size: PAGE_SIZE,
+                hugetlb: false,
+                offset,
+                len: bytes,
+                skip: 0,
+                identity: (u64::MAX, FUNCTIONS.fetch_add(1, Ordering::Relaxed)),
+                is_function: true,
+                file_size: end,
+            }),
+            _ => Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!(
+                    "{len:#x} bytes at offset {offset:#x} of a function: both must be multiples of {}",
+                    Size(PAGE_SIZE)
+                ),
+            )),
+        }
     }
 }

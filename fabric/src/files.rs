@@ -16,7 +16,7 @@ use crate::{
 /// A file is mapped for writing once, whole, however many ranges of it are mapped: a mapping of a
 /// domain then costs no mapping of this process. It stays mapped as long as any of those ranges. A
 /// range for reading only, such as firmware in guest RAM, is mapped by itself: the file would count
-/// twice.
+/// twice. So is a part of a function's BAR.
 #[derive(Debug)]
 pub struct SharedFiles {
     quota: SharedQuota,
@@ -46,7 +46,7 @@ impl SharedFiles {
             source,
         };
         let backing = Backing::check(&range.file, offset, len).map_err(failed)?;
-        if !range.writable {
+        if !range.writable || backing.is_function {
             let charge = self.quota.take(backing.len as u64)?;
             return SharedMemory::map_counted(range, &backing, charge).map_err(failed);
         }

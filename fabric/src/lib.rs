@@ -44,6 +44,7 @@ mod range_table;
 mod sigbus;
 mod size;
 mod tables;
+mod vfio_device;
 
 pub use address::{Address, AddressRange, BusAddress, Iova, PeerAddress};
 pub use error::FabricError;
@@ -58,3 +59,4 @@ pub use quota::{Budget, Quota, QuotaError, SharedQuota};
 pub use range_table::{MAX_MAPPINGS, RangeTable};
 pub use size::{Size, deserialize_optional_size, deserialize_size, parse_size};
 pub use tables::{AdapterUsage, LutRange, NtbTables, TakenWindow};
+pub use vfio_device::GET_DEVICE_INFO;

@@ -93,8 +93,10 @@ pub(crate) struct MappedFile {
     guard: Guarded,
     mapping: Mapping,
     _charge: Option<Charge>,
-    /// Device and inode.
+    /// [`Backing::identity`].
     file: (u64, u64),
+    /// The function's descriptor, if it is a part of its BAR.
+    function: Option<File>,
     /// Where it begins in the file.
     offset: u64,
     page_size: u64,
@@ -119,7 +121,8 @@ impl MappedFile {
             guard,
             mapping,
             _charge: charge,
-            file: file_id(file)?,
+            file: backing.identity,
+            function: backing.is_function.then(|| file.try_clone()).transpose()?,
             offset: backing.offset,
             page_size: backing.page_size,
             writable,
@@ -297,6 +300,12 @@ impl HostSlice {
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// The descriptor of the function of whose BAR it is a part, and where it begins in that, bytes.
+    pub fn function(&self) -> Option<(&File, u64)> {
+        let file = self.memory.mapped.function.as_ref()?;
+        Some((file, self.memory.file_offset() + self.offset as u64))
     }
 
     /// Which memory this is, as [`MemoryRange::id`].

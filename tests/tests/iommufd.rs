@@ -1,8 +1,8 @@
-//! A physical NVMe device lent through VFIO's newer interface, iommufd, in a VM whose kernel
+//! Physical NVMe devices lent through VFIO's newer interface, iommufd, in a VM whose kernel
 //! has it by modules that the test bed builds: Debian's has type1 only.
 
 use anyhow::{Result, ensure};
-use farside_testbed::{PackagesUnavailable, Progress};
+use farside_testbed::{IommufdModules, PackagesUnavailable, Progress};
 use farside_tests::{
     Cluster, Weight,
     hosts::{self, Programs, Set},
@@ -12,17 +12,37 @@ use libtest_mimic::{Arguments, Completion, Failed};
 
 fn main() {
     env_logger::init();
-    let name = "a_scripted_guest_uses_a_drive_that_is_lent_by_iommufd";
-    let trial = trial(name, Weight::Hosts, run);
-    libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit();
+    let mut args = Arguments::from_args();
+    // Both use the whole machine.
+    args.test_threads.get_or_insert(1);
+    let tests: [(&str, Scene); 2] = [
+        (
+            "a_scripted_guest_uses_a_drive_that_is_lent_by_iommufd",
+            |set, modules| {
+                let facts = hosts::iommufd(set, modules)?;
+                judge(facts.checks(), &facts)
+            },
+        ),
+        (
+            "devices_of_a_guest_reach_the_memory_of_each_other_by_dma_bufs",
+            |set, modules| {
+                let facts = hosts::peers(set, Some(modules))?;
+                judge(facts.checks(), &facts)
+            },
+        ),
+    ];
+    let trials = tests.map(|(name, scene)| trial(name, Weight::Hosts, move || run(scene)));
+    libtest_mimic::run(&args, trials.into()).exit();
 }
 
-fn run() -> Result<Completion, Failed> {
+type Scene = fn(&Set<'_>, &IommufdModules) -> Result<()>;
+
+fn run(scene: Scene) -> Result<Completion, Failed> {
     let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
-    test(&cluster).map_err(|error| format!("{error:#}\n{}", cluster.story()).into())
+    test(scene, &cluster).map_err(|error| format!("{error:#}\n{}", cluster.story()).into())
 }
 
-fn test(cluster: &Cluster) -> Result<Completion> {
+fn test(scene: Scene, cluster: &Cluster) -> Result<Completion> {
     let testbed = testbed()?;
     let modules = match testbed.iommufd_modules(&Progress::auto()) {
         Err(error) if error.is::<PackagesUnavailable>() => {
@@ -37,9 +57,12 @@ fn test(cluster: &Cluster) -> Result<Completion> {
         cluster,
         tell: &|what| log::info!("{what}"),
     };
-    let facts = hosts::iommufd(&set, &modules)?;
-    let broken: Vec<String> = facts
-        .checks()
+    scene(&set, &modules)?;
+    Ok(Completion::Completed)
+}
+
+fn judge(checks: Vec<(String, bool)>, facts: &impl std::fmt::Debug) -> Result<()> {
+    let broken: Vec<String> = checks
         .into_iter()
         .filter_map(|(what, holds)| (!holds).then_some(what))
         .collect();
@@ -49,5 +72,5 @@ fn test(cluster: &Cluster) -> Result<Completion> {
         broken.join("; ")
     );
     log::info!("{facts:#?}");
-    Ok(Completion::Completed)
+    Ok(())
 }

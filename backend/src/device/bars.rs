@@ -95,6 +95,7 @@ impl Bars {
                         None => farside_fabric::memory::create_sealed("farside-bar", bar.size)?,
                     }),
                     offset: 0,
+                    is_here: true,
                 }),
             };
             let areas = bar.mappable.iter().map(|area| SparseArea {
@@ -176,11 +177,11 @@ impl Bars {
         self.owner == BarOwner::Lender && matches!(bar, Some(Some(Bar { memory: None, .. })))
     }
 
-    /// The memory that the borrower allocated for a BAR, and its areas.
-    pub(crate) fn own_memory(&self, bar: u8) -> Option<(&BarFile, &[SparseArea])> {
+    /// The memory of a BAR that other devices can reach by its file, and its areas.
+    pub(crate) fn reachable(&self, bar: u8) -> Option<(&BarFile, &[SparseArea])> {
         let bar = self.bars.get(usize::from(bar))?.as_ref()?;
         let memory = bar.memory.as_ref()?;
-        (self.owner == BarOwner::Borrower).then_some((memory, &bar.areas))
+        memory.is_here.then_some((memory, &bar.areas))
     }
 
     /// The memory behind a part of an area of a BAR whose memory was allocated here. An access that traps is served from

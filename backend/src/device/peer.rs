@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use farside_config_space::GuestBarAddress;
 use farside_guest_layout::{Gpa, GpaRange};
+use farside_lender_protocol::BarOwner;
 use farside_pci::BarKind;
 use farside_vfio_user::SparseArea;
 
@@ -37,8 +38,9 @@ impl Device {
         self.publish_bars();
     }
 
-    /// Of the BARs that are decoded those that are prefetchable and whose memory this backend has.
-    fn publish_bars(&self) {
+    /// Lists of the BARs that are decoded those that are prefetchable and whose memory this backend has: a function's, and a
+    /// vfio-user server's, while it has the lease.
+    pub(super) fn publish_bars(&self) {
         let bars = (0u8..).zip(&self.described.description.bars);
         let listed = bars
             .zip(self.placed)
@@ -57,16 +59,20 @@ impl Device {
 
     /// The memory of a BAR that the guest has at `start`: of each of its sparse mmap areas.
     fn memory_at(&self, bar: u8, start: Gpa) -> Vec<PeerBar> {
-        let Some((memory, areas)) = self.bars.own_memory(bar) else {
+        let Some((memory, areas)) = self.bars.reachable(bar) else {
             return Vec::new();
         };
+        let is_lenders = self.described.bars == BarOwner::Lender;
+        let lender = is_lenders.then(|| self.settings.lender.clone());
         let of_area = |area: &SparseArea| {
             Some(PeerBar {
                 range: GpaRange::new(start.checked_add(area.offset)?, area.size).ok()?,
                 memory: BarFile {
                     file: Arc::clone(&memory.file),
                     offset: memory.offset + area.offset,
+                    is_here: true,
                 },
+                lender: lender.clone(),
             })
         };
         areas.iter().filter_map(of_area).collect()
@@ -78,7 +84,11 @@ impl Device {
     pub(super) fn target_without_descriptor(&mut self, start: Gpa, len: u64) -> Target {
         let range = GpaRange::new(start, len).ok();
         let found = range.and_then(|range| {
-            let found = self.settings.peer_bars.find(range, &self.settings.device)?;
+            let found = self.settings.peer_bars.find(
+                range,
+                &self.settings.device,
+                &self.settings.lender,
+            )?;
             self.memory.has_low_ram().then_some((range, found))
         });
         let Some((range, (peer, memory))) = found else {

@@ -52,6 +52,8 @@ impl Device {
         let returning = matches!(&job, Job::Take(steps) if steps.iter().any(is_return));
         if returning {
             self.bars.release();
+            // What is listed keeps a function's descriptor open.
+            self.publish_bars();
         }
         if matches!(&job, Job::Take(steps) if steps.iter().any(|step| matches!(step, Step::Reset)))
         {

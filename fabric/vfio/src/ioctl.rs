@@ -7,18 +7,21 @@
 use std::ffi::CStr;
 use std::io;
 use std::mem::size_of;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::slice;
 
 use farside_fabric::Iova;
 use iommufd_bindings::iommufd::{
-    IOMMUFD_CMD_IOAS_IOVA_RANGES, IOMMUFD_CMD_IOAS_MAP, IOMMUFD_CMD_IOAS_UNMAP, IOMMUFD_TYPE,
-    iommu_ioas_iova_ranges, iommu_iova_range,
+    IOMMUFD_CMD_IOAS_IOVA_RANGES, IOMMUFD_CMD_IOAS_MAP, IOMMUFD_CMD_IOAS_MAP_FILE,
+    IOMMUFD_CMD_IOAS_UNMAP, IOMMUFD_TYPE, iommu_ioas_iova_ranges, iommu_iova_range,
 };
 use vfio_bindings::bindings::vfio::{
-    VFIO_BASE, VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, VFIO_DMA_UNMAP_FLAG_ALL, VFIO_TYPE,
-    VFIO_TYPE1v2_IOMMU, vfio_device_info, vfio_iommu_type1_dma_map, vfio_iommu_type1_dma_unmap,
-    vfio_iommu_type1_info,
+    VFIO_BASE, VFIO_DEVICE_FEATURE_DMA_BUF, VFIO_DEVICE_FEATURE_GET, VFIO_DMA_MAP_FLAG_READ,
+    VFIO_DMA_MAP_FLAG_WRITE, VFIO_DMA_UNMAP_FLAG_ALL, VFIO_PCI_BAR0_REGION_INDEX,
+    VFIO_PCI_BAR5_REGION_INDEX, VFIO_TYPE, VFIO_TYPE1v2_IOMMU, vfio_device_info,
+    vfio_iommu_type1_dma_map, vfio_iommu_type1_dma_unmap, vfio_iommu_type1_info,
+    vfio_region_dma_range, vfio_region_info,
 };
 use vmm_sys_util::ioctl::ioctl_with_ref;
 use vmm_sys_util::ioctl::ioctl_with_val;
@@ -29,14 +32,21 @@ ioctl_io_nr!(SET_IOMMU, VFIO_TYPE.into(), VFIO_BASE + 2);
 ioctl_io_nr!(SET_CONTAINER, VFIO_TYPE.into(), VFIO_BASE + 4);
 ioctl_io_nr!(GET_DEVICE_FD, VFIO_TYPE.into(), VFIO_BASE + 6);
 ioctl_io_nr!(GET_DEVICE_INFO, VFIO_TYPE.into(), VFIO_BASE + 7);
+ioctl_io_nr!(GET_REGION_INFO, VFIO_TYPE.into(), VFIO_BASE + 8);
 ioctl_io_nr!(SET_IRQS, VFIO_TYPE.into(), VFIO_BASE + 10);
 ioctl_io_nr!(RESET, VFIO_TYPE.into(), VFIO_BASE + 11);
 ioctl_io_nr!(GET_IOMMU_INFO, VFIO_TYPE.into(), VFIO_BASE + 12);
 ioctl_io_nr!(PCI_HOT_RESET, VFIO_TYPE.into(), VFIO_BASE + 13);
 ioctl_io_nr!(MAP_DMA, VFIO_TYPE.into(), VFIO_BASE + 13);
 ioctl_io_nr!(UNMAP_DMA, VFIO_TYPE.into(), VFIO_BASE + 14);
+ioctl_io_nr!(DEVICE_FEATURE, VFIO_TYPE.into(), VFIO_BASE + 17);
 // Used through iommufd-ioctls.
 ioctl_io_nr!(IOAS_MAP, IOMMUFD_TYPE.into(), IOMMUFD_CMD_IOAS_MAP);
+ioctl_io_nr!(
+    IOAS_MAP_FILE,
+    IOMMUFD_TYPE.into(),
+    IOMMUFD_CMD_IOAS_MAP_FILE
+);
 ioctl_io_nr!(IOAS_UNMAP, IOMMUFD_TYPE.into(), IOMMUFD_CMD_IOAS_UNMAP);
 ioctl_io_nr!(
     IOVA_RANGES,
@@ -45,9 +55,10 @@ ioctl_io_nr!(
 );
 
 /// The requests of ioctl(2) that a function needs once it is open, for filters of system calls.
-/// (Without peer to peer.)
-pub fn requests() -> [u64; 8] {
+pub fn requests() -> [u64; 12] {
     [
+        GET_DEVICE_INFO(),
+        GET_REGION_INFO(),
         SET_IRQS(),
         RESET(),
         GET_IOMMU_INFO(),
@@ -55,7 +66,9 @@ pub fn requests() -> [u64; 8] {
         UNMAP_DMA(),
         IOVA_RANGES(),
         IOAS_MAP(),
+        IOAS_MAP_FILE(),
         IOAS_UNMAP(),
+        DEVICE_FEATURE(),
     ]
 }
 
@@ -185,6 +198,65 @@ pub(crate) fn device_flags(device: BorrowedFd<'_>) -> io::Result<u32> {
     // SAFETY: the structure is the one of this ioctl, of the size it states.
     check(unsafe { ioctl_with_mut_ref(&device, GET_DEVICE_INFO(), &mut info) })?;
     Ok(info.flags)
+}
+
+/// `VFIO_DEVICE_GET_REGION_INFO`: where a region is in the device's descriptor, bytes.
+fn region(device: BorrowedFd<'_>, index: u32) -> io::Result<Range<u64>> {
+    let mut info = vfio_region_info {
+        argsz: size_of::<vfio_region_info>() as u32,
+        index,
+        ..Default::default()
+    };
+    // SAFETY: the structure is the one of this ioctl, of the size it states.
+    check(unsafe { ioctl_with_mut_ref(&device, GET_REGION_INFO(), &mut info) })?;
+    Ok(info.offset..info.offset.saturating_add(info.size))
+}
+
+/// `struct vfio_device_feature` with a `struct vfio_device_feature_dma_buf` of one range.
+#[repr(C)]
+struct DmaBufFeature {
+    argsz: u32,
+    flags: u32,
+    region_index: u32,
+    open_flags: u32,
+    dma_buf_flags: u32,
+    nr_ranges: u32,
+    range: vfio_region_dma_range,
+}
+
+/// `VFIO_DEVICE_FEATURE_DMA_BUF`: a dma-buf of the `len` bytes at `at` of a function's descriptor, of one BAR.
+pub(crate) fn export(device: BorrowedFd<'_>, at: u64, len: u64) -> io::Result<OwnedFd> {
+    let mut found = None;
+    for index in VFIO_PCI_BAR0_REGION_INDEX..=VFIO_PCI_BAR5_REGION_INDEX {
+        let region = region(device, index)?;
+        if region.contains(&at) {
+            found = Some((index, at - region.start));
+        }
+    }
+    let (region_index, offset) = found.ok_or(io::ErrorKind::InvalidInput)?;
+    let request = DmaBufFeature {
+        argsz: size_of::<DmaBufFeature>() as u32,
+        flags: VFIO_DEVICE_FEATURE_GET | VFIO_DEVICE_FEATURE_DMA_BUF,
+        region_index,
+        open_flags: (libc::O_RDWR | libc::O_CLOEXEC) as u32,
+        dma_buf_flags: 0,
+        nr_ranges: 1,
+        range: vfio_region_dma_range {
+            offset,
+            length: len,
+        },
+    };
+    // SAFETY: the structure is the one of this ioctl, of the size it states, and is only read.
+    match check(unsafe { ioctl_with_ref(&device, DEVICE_FEATURE(), &request) }) {
+        // SAFETY: the result is a new descriptor, which nothing else owns.
+        Ok(buffer) => Ok(unsafe { OwnedFd::from_raw_fd(buffer) }),
+        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "this kernel cannot export a BAR as a dma-buf (Linux 6.19 with \
+             CONFIG_VFIO_PCI_DMABUF can); use the type1 interface",
+        )),
+        Err(error) => Err(error),
+    }
 }
 
 /// `VFIO_DEVICE_RESET`.

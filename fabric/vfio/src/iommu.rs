@@ -164,8 +164,13 @@ impl Iommu {
     /// [`Iommu::unmap`] has taken it back.
     pub(crate) fn map(&self, at: Iova, memory: &HostSlice, writable: bool) -> io::Result<()> {
         let len = memory.len() as u64;
-        // Shared memory is only ever touched by volatile and atomic accesses.
-        self.map_address(at, len, memory.as_ptr(), writable)
+        match memory.function() {
+            Some((device, offset)) => {
+                self.map_bar(at, len, (device, offset), memory.as_ptr(), writable)
+            }
+            // Shared memory is only ever touched by volatile and atomic accesses.
+            None => self.map_address(at, len, memory.as_ptr(), writable),
+        }
     }
 
     /// Maps `len` bytes at `offset` of `region` (which has them) at `at`, for
@@ -177,23 +182,30 @@ impl Iommu {
         offset: u64,
         len: u64,
     ) -> io::Result<()> {
+        let from = region.as_ptr().wrapping_add(offset as usize);
+        let of = (region.handle().file(), region.file_offset() + offset);
+        self.map_bar(at, len, of, from, true)
+    }
+
+    /// Maps a part of a function's BAR, which is mapped into this process at `from`, and is at that offset of the function's
+    /// descriptor.
+    fn map_bar(
+        &self,
+        at: Iova,
+        len: u64,
+        (function, offset): (&File, u64),
+        from: *mut u8,
+        writable: bool,
+    ) -> io::Result<()> {
         match &self.space {
-            Space::Type1(_) => {
-                let from = region.as_ptr().wrapping_add(offset as usize);
-                self.map_address(at, len, from, true)
-            }
+            Space::Type1(_) => self.map_address(at, len, from, writable),
             // The kernel pins no BAR by its address here, and needs none: a
             // dma-buf names it.
             Space::Iommufd { iommufd, ioas } => {
-                let buffer: File =
-                    region
-                        .handle()
-                        .export(region.bar(), region.offset() + offset, len)?;
+                let buffer = ioctl::export(function.as_fd(), offset, len)?;
                 let map = iommu_ioas_map_file {
                     size: size_of::<iommu_ioas_map_file>() as u32,
-                    flags: iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA
-                        | iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE
-                        | iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE,
+                    flags: map_flags(writable),
                     ioas_id: *ioas,
                     fd: buffer.as_raw_fd(),
                     start: 0,
@@ -214,15 +226,9 @@ impl Iommu {
                 unsafe { ioctl::map_dma(container.as_fd(), at, len, from, writable) }
             }
             Space::Iommufd { iommufd, ioas } => {
-                let write = match writable {
-                    true => iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE,
-                    false => 0,
-                };
                 let map = iommu_ioas_map {
                     size: size_of::<iommu_ioas_map>() as u32,
-                    flags: iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA
-                        | iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE
-                        | write,
+                    flags: map_flags(writable),
                     ioas_id: *ioas,
                     user_va: from as u64,
                     length: len,
@@ -271,6 +277,17 @@ impl Iommu {
             }
         }
     }
+}
+
+/// iommufd's flags of a mapping.
+fn map_flags(writable: bool) -> u32 {
+    let write = match writable {
+        true => iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE,
+        false => 0,
+    };
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA
+        | iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE
+        | write
 }
 
 /// The kernel's errno.

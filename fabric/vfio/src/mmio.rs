@@ -26,6 +26,7 @@ pub struct RegionMemory {
     start: NonNull<u8>,
     len: usize,
     offset: u64,
+    file_offset: u64,
     bar: u8,
     handle: Arc<Handle>,
 }
@@ -91,6 +92,7 @@ impl RegionMemory {
             start,
             len,
             offset,
+            file_offset: from,
             bar,
             handle,
         })
@@ -109,6 +111,11 @@ impl RegionMemory {
     /// Where the mapping begins in the BAR, bytes.
     pub fn offset(&self) -> u64 {
         self.offset
+    }
+
+    /// Where the mapping begins in the function's descriptor, bytes.
+    pub(crate) fn file_offset(&self) -> u64 {
+        self.file_offset
     }
 
     /// Bytes mapped; never 0.

@@ -120,6 +120,11 @@ impl ServerMapper {
 
 impl Mapper for ServerMapper {
     fn map(&mut self, at: Iova, memory: &HostSlice, writable: bool) -> Result<(), FabricError> {
+        if memory.function().is_some() {
+            // Its descriptor gives all of the function.
+            let what = "a vfio-user server gets no function of the host, and so no BAR of one";
+            return Err(FabricError::Other(what.into()));
+        }
         let of = Arc::as_ptr(memory.memory());
         let mut files = self.files.iter();
         let file = files.find(|(memory, _)| std::ptr::eq(memory.as_ptr(), of));

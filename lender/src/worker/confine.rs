@@ -28,6 +28,9 @@ const BLKROGET: u64 = 0x125e;
 /// What the receiver of a tap interface's frames can do (`linux/if_tun.h`).
 const TUNSETOFFLOAD: u64 = libc::TUNSETOFFLOAD;
 
+/// Whether a file that a borrower shares is a function, whose BAR the device is to reach.
+const VFIO_INFO: u64 = farside_fabric::GET_DEVICE_INFO as u64;
+
 /// `statx` on a descriptor only: with a path, it would reveal whether that exists.
 const EMPTY_PATH: u64 = libc::AT_EMPTY_PATH as u64;
 
@@ -46,8 +49,8 @@ impl Kind {
     /// Its requests of ioctl(2).
     fn ioctls(self) -> Vec<u64> {
         match self {
-            Self::Model => vec![BLKROGET, TUNSETOFFLOAD],
-            Self::Server => Vec::new(),
+            Self::Model => vec![BLKROGET, TUNSETOFFLOAD, VFIO_INFO],
+            Self::Server => vec![VFIO_INFO],
             Self::Function => farside_vfio::requests().to_vec(),
         }
     }

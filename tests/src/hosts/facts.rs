@@ -141,6 +141,30 @@ pub struct GroupFacts {
     pub read_by_next: String,
 }
 
+/// Facts about devices of one VM that reach the memory of each other's BARs. A transfer is that of a disk, with the buffer of
+/// another one. What is mapped, the host's kernel reports.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct PeerFacts {
+    /// Transfers without an error.
+    pub transfers: BTreeSet<(&'static str, &'static str)>,
+    /// After backend and workers were killed.
+    pub transfers_after_kills: BTreeSet<(&'static str, &'static str)>,
+    /// DMA that the devices were refused.
+    pub faults: u64,
+    /// Bytes of the function's buffer.
+    pub buffer_bytes: u64,
+    /// Of them mapped for the other function.
+    pub buffer_bytes_mapped: u64,
+    /// The same after the kills.
+    pub buffer_bytes_after_kills: u64,
+    /// Guest RAM, as reported by its QEMU.
+    pub guest_ram_bytes: u64,
+    /// Addresses mapped for either function, bytes.
+    pub bytes_mapped: u64,
+    /// With all drivers unbound.
+    pub bytes_of_none: u64,
+}
+
 /// Facts about two virtual functions, each lent to a guest.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct VfFacts {
@@ -350,6 +374,41 @@ impl SharingFacts {
             check(
                 "a device works on without the other",
                 self.read_back.contains(&self.read_after),
+            ),
+        ]
+    }
+}
+
+impl PeerFacts {
+    /// The conditions to hold, and whether they do.
+    pub fn checks(&self) -> Vec<(String, bool)> {
+        let check = |what: &str, holds| (what.to_owned(), holds);
+        let all = 4;
+        // The model's buffer has as many bytes.
+        let expected = self.guest_ram_bytes + 2 * self.buffer_bytes;
+        vec![
+            check(
+                "each disk transferred data to and from another one's buffer",
+                self.transfers.len() == all,
+            ),
+            check(
+                "and did when backend and workers had been killed",
+                self.transfers_after_kills.len() == all,
+            ),
+            check("no DMA was refused", self.faults == 0),
+            check(
+                "the buffer of a function was mapped for the other one alone",
+                self.buffer_bytes > 0
+                    && self.buffer_bytes_mapped == self.buffer_bytes
+                    && self.buffer_bytes_after_kills == self.buffer_bytes,
+            ),
+            check(
+                "nothing was mapped but guest RAM and buffers",
+                self.bytes_mapped == expected,
+            ),
+            check(
+                "nothing was mapped after the drivers let go",
+                self.bytes_of_none == 0,
             ),
         ]
     }

@@ -9,6 +9,7 @@
 //! - [`moves_through_ntb`]: two hosts that an NTB and a network connect; a VM with a physical device moves
 //!   between them;
 //! - [`grouped`]: lender and borrower are one host, and two functions of one IOMMU group are lent to one VM;
+//! - [`peers`]: lender and borrower are one host, and the devices of one VM reach each other's BARs;
 //! - [`plugged`]: lender and borrower are one host, and the device is attached to a running guest;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
@@ -24,6 +25,7 @@ mod host;
 mod iommufd;
 mod moves;
 mod network;
+mod peers;
 mod play;
 mod plugged;
 mod programs;
@@ -31,14 +33,18 @@ mod scripted;
 mod sharing;
 mod stage;
 mod vfs;
+mod with_fio;
 
 pub use cloud_hypervisor::{CloudHypervisorFacts, cloud_hypervisor};
-pub use facts::{Facts, GroupFacts, NetworkFacts, NtbMoves, PlugFacts, SharingFacts, VfFacts};
+pub use facts::{
+    Facts, GroupFacts, NetworkFacts, NtbMoves, PeerFacts, PlugFacts, SharingFacts, VfFacts,
+};
 pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::{Programs, stripped};
+pub use with_fio::{disk_of, start_with_fio};
 
 use anyhow::Result;
-use farside_testbed::Testbed;
+use farside_testbed::{IommufdModules, Testbed};
 
 use crate::Cluster;
 
@@ -90,6 +96,11 @@ pub fn plugged(set: &Set<'_>) -> Result<PlugFacts> {
 /// Two functions of one IOMMU group, lent to one VM.
 pub fn grouped(set: &Set<'_>) -> Result<GroupFacts> {
     grouped::grouped(set)
+}
+
+/// The devices of one VM reach each other's BARs. With modules, through VFIO's newer interface.
+pub fn peers(set: &Set<'_>, iommufd: Option<&IommufdModules>) -> Result<PeerFacts> {
+    peers::peers(set, iommufd)
 }
 
 /// Two virtual functions of one device, lent simultaneously to two guests.

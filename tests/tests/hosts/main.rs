@@ -17,7 +17,7 @@ fn main() {
     let mut args = Arguments::from_args();
     // Each runs two or three VMs, some of them nested, and uses the whole machine.
     args.test_threads.get_or_insert(1);
-    let tests: [(&str, Test); 8] = [
+    let tests: [(&str, Test); 9] = [
         (
             "a_guest_uses_a_physical_drive_of_its_own_host",
             a_guest_uses_a_physical_drive_of_its_own_host,
@@ -45,6 +45,10 @@ fn main() {
         (
             "a_guest_uses_two_functions_of_one_iommu_group",
             a_guest_uses_two_functions_of_one_iommu_group,
+        ),
+        (
+            "devices_of_a_guest_reach_the_memory_of_each_other",
+            devices_of_a_guest_reach_the_memory_of_each_other,
         ),
         (
             "two_guests_use_a_virtual_function_each_of_one_adapter",
@@ -106,6 +110,11 @@ fn a_physical_drive_is_attached_to_a_running_guest(set: &Set<'_>) -> anyhow::Res
 
 fn a_guest_uses_two_functions_of_one_iommu_group(set: &Set<'_>) -> anyhow::Result<()> {
     let facts = hosts::grouped(set)?;
+    judge(facts.checks(), &facts)
+}
+
+fn devices_of_a_guest_reach_the_memory_of_each_other(set: &Set<'_>) -> anyhow::Result<()> {
+    let facts = hosts::peers(set, None)?;
     judge(facts.checks(), &facts)
 }
 

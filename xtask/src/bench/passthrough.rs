@@ -11,15 +11,10 @@ use farside_bench::{
     fio::Timing, job::Job,
 };
 use farside_testbed::{HostVm, Nested};
-use farside_tests::hosts::stripped;
+use farside_tests::hosts::{start_with_fio, stripped};
 use serde_json::json;
 
-use super::{
-    Parameters,
-    drives::line,
-    measure::Run,
-    nested::{self, busy},
-};
+use super::{Parameters, drives::line, measure::Run, nested::busy};
 use crate::{
     interrupt,
     scene::{self, BOOT, SHORT},
@@ -200,7 +195,7 @@ fn guest(parameters: &Parameters<'_>, host: &HostVm, way: Way) -> Result<Vec<Tur
         ["-device".to_owned(), device.to_string()]
     });
     let guest = host.guest("g").memory(GUEST_RAM).args(devices);
-    let guest = nested::start_with_fio(host, guest)?;
+    let guest = start_with_fio(host, guest)?;
     let mut turns = Vec::new();
     for device in &DEVICES {
         let stage = Stage {

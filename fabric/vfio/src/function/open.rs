@@ -14,7 +14,7 @@ use vfio_bindings::bindings::vfio::{
     VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_BAR0_REGION_INDEX, VFIO_PCI_CONFIG_REGION_INDEX,
     VFIO_REGION_INFO_FLAG_MMAP,
 };
-use vfio_ioctls::{VfioDevice, VfioError as Refusal, VfioRegionDmaRange, VfioRegionInfoCap};
+use vfio_ioctls::{VfioDevice, VfioError as Refusal, VfioRegionInfoCap};
 
 use crate::description::Region;
 use crate::iommu::{Iommu, with_causes};
@@ -80,27 +80,6 @@ impl Handle {
 
     pub(crate) fn file(&self) -> &File {
         &self.file
-    }
-
-    /// A dma-buf of a part of a BAR.
-    pub(crate) fn export(&self, bar: u8, offset: u64, length: u64) -> io::Result<File> {
-        let Some(device) = &self.device.inner else {
-            return Err(io::Error::other("another process has opened the function"));
-        };
-        let ranges = [VfioRegionDmaRange { offset, length }];
-        let flags = (libc::O_RDWR | libc::O_CLOEXEC) as u32;
-        match device.export_dma_buf(bar.into(), &ranges, flags) {
-            Ok(Some(buffer)) => Ok(buffer),
-            Ok(None) => Err(io::Error::new(
-                io::ErrorKind::Unsupported,
-                "this kernel cannot export a BAR as a dma-buf (Linux 6.19 with \
-                 CONFIG_VFIO_PCI_DMABUF can); use the type1 interface",
-            )),
-            Err(Refusal::VfioDeviceFeature(error)) => {
-                Err(io::Error::from_raw_os_error(error.errno()))
-            }
-            Err(error) => Err(io::Error::other(error)),
-        }
     }
 }
 

@@ -6,15 +6,12 @@ use std::{path::Path, time::Duration};
 use anyhow::{Context, Result, ensure};
 use farside_bench::{JobResult, Measurement, Network, fio::Timing, job::Job};
 use farside_testbed::{HostVm, Nested, VmBuilder};
-use farside_tests::hosts::stripped;
+use farside_tests::hosts::{disk_of, start_with_fio, stripped};
 use tempfile::TempDir;
 
 use super::{Parameters, hosts::MBIT};
 use crate::{
-    bench::{
-        measure::Run,
-        nested::{self, busy, disk_of},
-    },
+    bench::{measure::Run, nested::busy},
     scene::{self, BOOT, DEVICE, SHORT},
 };
 
@@ -219,7 +216,7 @@ fn start_guest(near: &HostVm) -> Result<Nested<'_>> {
         ])
         .args(["-blockdev", &disk(2)])
         .args(["-device", &format!("nvme,drive=disk2,serial={SERIAL}")]);
-    let guest = nested::start_with_fio(near, guest)?;
+    let guest = start_with_fio(near, guest)?;
     guest.exec_ok("modprobe nvme", BOOT)?;
     Ok(guest)
 }
