@@ -149,6 +149,8 @@ pub struct PeerFacts {
     pub transfers: BTreeSet<(&'static str, &'static str)>,
     /// After backend and workers were killed.
     pub transfers_after_kills: BTreeSet<(&'static str, &'static str)>,
+    /// To and from the function's buffer, after the guest reset that.
+    pub transfers_after_reset: BTreeSet<(&'static str, &'static str)>,
     /// DMA that the devices were refused.
     pub faults: u64,
     /// Bytes of the function's buffer.
@@ -394,6 +396,10 @@ impl PeerFacts {
             check(
                 "and did when backend and workers had been killed",
                 self.transfers_after_kills.len() == all,
+            ),
+            check(
+                "and when the function with the buffer had been reset",
+                self.transfers_after_reset.len() == 2,
             ),
             check("no DMA was refused", self.faults == 0),
             check(

@@ -105,6 +105,16 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
         facts.transfers_after_kills.insert((disk, buffer));
     }
     (facts.buffer_bytes_after_kills, _) = mapped()?;
+    (set.tell)("the guest resets the function with the buffer");
+    let reset = format!(
+        "echo 1 >/sys/class/nvme/{}/device/reset",
+        disks.controller("first")?
+    );
+    guest.exec_ok(&reset, LONG)?;
+    for disk in ["second", "model"] {
+        disks.transfer(disk, "first")?;
+        facts.transfers_after_reset.insert((disk, "first"));
+    }
     for disk in DISKS {
         facts.faults += host.lent(disk)?.fault_total;
     }
