@@ -142,11 +142,13 @@ pub(crate) struct Lend {
     /// Lend an emulated NVMe device backed by an image file or block device.
     /// At most N operations and SIZE bytes per second, as in disk0=disk0.img,iops=5000,bandwidth=200M. With cmb=SIZE, the
     /// controller has a memory buffer, which it and the VM's other devices can transfer data to and from (peer to peer).
+    /// With shared=FILE, devices whose image and FILE are the same share one namespace, with reservations, which FILE holds:
+    /// for cluster file systems.
     /// With mapped-doorbells, drivers start commands without a trap, and the controller looks for them: for SPDK's driver.
-    #[arg(long, value_name = "ID=IMAGE[,read-only][,iops=N][,bandwidth=SIZE][,cmb=SIZE][,mapped-doorbells]", value_parser = parse_disk)]
+    #[arg(long, value_name = "ID=IMAGE[,read-only][,iops=N][,bandwidth=SIZE][,cmb=SIZE][,shared=FILE][,mapped-doorbells]", value_parser = parse_disk)]
     pub(crate) nvme: Vec<Disk>,
     /// Lend a virtio-blk device backed by an image file or block device.
-    /// Options as for --nvme, but for cmb and mapped-doorbells.
+    /// Options as for --nvme, but for cmb, shared and mapped-doorbells.
     #[arg(long, value_name = "ID=IMAGE[,…]", value_parser = parse_disk)]
     pub(crate) virtio_blk: Vec<Disk>,
     /// Lend a virtio-net device on a tap interface of this host, as in nic0=tap0,mac=52:54:00:12:34:56.
@@ -474,13 +476,15 @@ pub(crate) struct Disk {
     pub(crate) cmb: Option<u64>,
     /// The guest writes doorbells without a trap, to an NVMe device.
     pub(crate) mapped_doorbells: bool,
+    /// The file of reservations, of an NVMe device that shares its namespace.
+    pub(crate) shared: Option<PathBuf>,
 }
 
 /// Options are read from the end, as a path may contain commas.
 fn parse_disk(text: &str) -> Result<Disk, String> {
     let mut rest = text;
     let (mut read_only, mut mapped_doorbells) = (false, false);
-    let (mut limits, mut cmb) = (Limits::default(), None);
+    let (mut limits, mut cmb, mut shared) = (Limits::default(), None, None);
     while let Some((before, option)) = rest.rsplit_once(',') {
         match option.split_once('=') {
             None if option == "read-only" => read_only = true,
@@ -492,6 +496,7 @@ fn parse_disk(text: &str) -> Result<Disk, String> {
                 limits.iops = Some(number.parse().map_err(wrong)?);
             }
             Some(("cmb", size)) => cmb = Some(parse_size(size)?),
+            Some(("shared", path)) if !path.is_empty() => shared = Some(path.into()),
             Some(("bandwidth", size)) => limits.bandwidth = Some(parse_size(size)?),
             _ => break,
         }
@@ -505,6 +510,7 @@ fn parse_disk(text: &str) -> Result<Disk, String> {
             limits,
             cmb,
             mapped_doorbells,
+            shared,
         }),
         _ => Err("give a device id and an image, as in disk0=/var/lib/farside/disk0.img".into()),
     }
@@ -557,16 +563,19 @@ mod tests {
             limits: Limits::default(),
             cmb: None,
             mapped_doorbells: false,
+            shared: None,
         };
         assert_eq!(parse_disk("a=b=c"), Ok(disk("b=c", false)));
         assert_eq!(parse_disk("a=b,c,read-only"), Ok(disk("b,c", true)));
-        let limited = parse_disk("a=b,c=1,bandwidth=20M,read-only,cmb=2M,mapped-doorbells,iops=7");
+        let limited =
+            parse_disk("a=b,c=1,bandwidth=20M,read-only,cmb=2M,shared=x,mapped-doorbells,iops=7");
         let limited = limited.unwrap();
         assert!(limited.mapped_doorbells);
         assert_eq!((limited.image, limited.read_only), ("b,c=1".into(), true));
         assert_eq!(limited.limits.iops, Some(7));
         assert_eq!(limited.limits.bandwidth, Some(20 << 20));
         assert_eq!(limited.cmb, Some(2 << 20));
+        assert_eq!(limited.shared, Some("x".into()));
         for refused in ["a", "=b", "a=,read-only", "a=b,iops=x", "a=b,bandwidth=20X"] {
             assert!(parse_disk(refused).is_err(), "{refused}");
         }

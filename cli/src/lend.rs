@@ -147,6 +147,9 @@ fn named(args: &Lend) -> anyhow::Result<Vec<Table>> {
         if let Some(bytes) = disk.cmb {
             options.insert("cmb".into(), i64::try_from(bytes)?.into());
         }
+        if let Some(file) = &disk.shared {
+            options.insert("shared".into(), absolute(file)?);
+        }
         if disk.mapped_doorbells {
             options.insert("mapped-doorbells".into(), true.into());
         }

@@ -80,6 +80,12 @@ pub(crate) fn ended(id: &str, vm: &VmName, why: &str) -> RemoteError {
     }
 }
 
+/// The number of the running system of this host.
+pub(crate) fn boot_number() -> std::io::Result<[u8; 16]> {
+    let number = u128::from_str_radix(boot()?, 16);
+    number.map(u128::to_be_bytes).map_err(std::io::Error::other)
+}
+
 /// The running system of this host.
 fn boot() -> std::io::Result<&'static str> {
     static BOOT: OnceLock<String> = OnceLock::new();

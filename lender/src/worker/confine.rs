@@ -58,8 +58,8 @@ impl Kind {
     /// Its system calls, beside those of all workers.
     fn calls(self) -> &'static [i64] {
         match self {
-            // The timer of a device with limits.
-            Self::Model => &[libc::SYS_timerfd_settime],
+            // The timer of a device with limits, and the lock of reservations.
+            Self::Model => &[libc::SYS_timerfd_settime, libc::SYS_flock],
             // The eventfds of interrupts that are relayed.
             Self::Function | Self::Server => &[libc::SYS_epoll_create1, libc::SYS_epoll_ctl],
         }

@@ -7,7 +7,7 @@ use farside_devices::{
     Device,
     block::{BlockQueue, DEPTH, Image},
     dma_test::DmaTest,
-    nvme::Nvme,
+    nvme::{self, Nvme},
     virtio::{VirtioBlk, VirtioNet},
 };
 
@@ -18,13 +18,18 @@ use super::{
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
 
-/// Creates a software model, whose image or tap interface, if it has one, is the next descriptor.
+/// The next descriptor that the broker has sent.
+type Next<'a> = &'a mut dyn FnMut() -> Result<OwnedFd, WorkerError>;
+
+/// Creates a software model, whose image or tap interface, if it has one, is the next descriptor, and the file of
+/// reservations of a shared namespace the one after that.
 pub(super) fn create(
     id: &DeviceId,
     model: Model,
-    next: &mut dyn FnMut() -> Result<OwnedFd, WorkerError>,
+    next: Next<'_>,
 ) -> Result<Box<dyn Device>, WorkerError> {
-    let (config, size, punches_holes, open): (_, _, _, fn(_, &_, _) -> _) = match model {
+    type Open = fn(&DeviceId, &str, Image, Next<'_>) -> Result<Box<dyn Device>, Error>;
+    let (config, size, punches_holes, open): (_, _, _, Open) = match model {
         Model::DmaTest => return Ok(Box::new(DmaTest::new())),
         Model::VirtioNet { config } => {
             return virtio_net(id, &config, next()?).map_err(WorkerError::Device);
@@ -45,15 +50,30 @@ pub(super) fn create(
         size,
         punches_holes,
     };
-    open(id, &config, image).map_err(WorkerError::Device)
+    open(id, &config, image, next).map_err(WorkerError::Device)
 }
 
-fn nvme(id: &DeviceId, config: &str, image: Image) -> Result<Box<dyn Device>, Error> {
-    let config = serde_json::from_str(config)?;
-    Ok(Box::new(Nvme::with_image(id, &config, image)?))
+fn nvme(
+    id: &DeviceId,
+    config: &str,
+    image: Image,
+    next: Next<'_>,
+) -> Result<Box<dyn Device>, Error> {
+    let config: nvme::Config = serde_json::from_str(config)?;
+    let mut nvme = Nvme::with_image(id, &config, image)?;
+    if config.shared.is_some() {
+        let file = config.check_reservations(next()?.into(), id, None)?;
+        nvme = nvme.sharing(&config, file)?;
+    }
+    Ok(Box::new(nvme))
 }
 
-fn virtio_blk(id: &DeviceId, config: &str, image: Image) -> Result<Box<dyn Device>, Error> {
+fn virtio_blk(
+    id: &DeviceId,
+    config: &str,
+    image: Image,
+    _: Next<'_>,
+) -> Result<Box<dyn Device>, Error> {
     let config = serde_json::from_str(config)?;
     Ok(Box::new(VirtioBlk::with_image(id, &config, image)?))
 }

@@ -8,7 +8,7 @@ use farside_daemon::{DeviceId, VmName};
 use farside_devices::{
     Device,
     block::{Image, ImageId},
-    dma_test, state,
+    dma_test, nvme, state,
 };
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, STATE_PAGE, Transport};
@@ -20,8 +20,10 @@ use super::{
     kept_running::Running,
 };
 use crate::{
+    chains::boot_number,
     config,
     model::{check_model, not_flushed},
+    refusals::unsupported,
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
     vfio_user::ServerDevice,
@@ -55,6 +57,16 @@ pub(super) struct ModelKind {
     adapter: Adapter,
 }
 
+impl ModelKind {
+    /// The configuration of a controller that shares its namespace.
+    fn reservations(&self) -> Option<&nvme::Config> {
+        match &self.model {
+            config::Model::Nvme(config) if config.shared.is_some() => Some(config),
+            _ => None,
+        }
+    }
+}
+
 impl WorkerDevice {
     /// Opens a software model, with its lease of the former broker.
     pub(crate) fn open(
@@ -80,6 +92,9 @@ impl WorkerDevice {
             config::Model::Nvme(config) => {
                 config.validate()?;
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
+                if let Some(file) = config.open_reservations()? {
+                    config.check_reservations(file, id.as_str(), Some(boot_number()?))?;
+                }
                 (config.description(image.size), Some(image), kept)
             }
             config::Model::VirtioBlk(config) => {
@@ -302,6 +317,9 @@ impl Available for WorkerDevice {
     ) -> Result<(), RemoteError> {
         match &self.device {
             Kind::Model(model) => match transport {
+                Transport::Network if model.reservations().is_some() => Err(unsupported(
+                    "an NVMe model that shares its namespace is lent to VMs of its lender's host only",
+                )),
                 // No adapter is on the way.
                 Transport::Network => Ok(()),
                 _ => check_model(&model.adapter, transport, ram),

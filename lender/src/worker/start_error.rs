@@ -2,6 +2,7 @@
 
 use std::{ffi::OsString, io};
 
+use farside_devices::nvme;
 use farside_lender_protocol::{ChannelError, RemoteError};
 
 /// Why a worker could not be started.
@@ -24,6 +25,8 @@ pub(crate) enum StartError {
     Reply(#[source] ChannelError),
     #[error("the device has no medium")]
     NoMedium,
+    #[error("the reservations of its namespace are out of reach")]
+    Reservations(#[source] nvme::ConfigError),
     #[error(transparent)]
     Server(RemoteError),
 }

@@ -71,10 +71,12 @@ pub enum ImageAccess {
     ReadOnly,
     /// It may.
     ReadWrite,
+    /// It may, by several.
+    Shared,
 }
 
-/// An open image, locked while the file is open: exclusively, or shared with other
-/// readers if read-only.
+/// An open image, locked while the file is open: exclusively, shared with other readers if read-only, or with
+/// others that share it.
 #[derive(Debug)]
 pub struct Image {
     /// The file or device.
@@ -207,14 +209,14 @@ impl Image {
         if !kind.is_file() && !kind.is_block_device() {
             return Err(ImageError::WrongKind { path: at() });
         }
-        let writable = access == ImageAccess::ReadWrite;
+        let writable = access != ImageAccess::ReadOnly;
         // The kernel ignores write protection for root; respect it.
         if writable && metadata.permissions().readonly() {
             return Err(ImageError::WriteProtected { path: at(), model });
         }
         let mut options = OpenOptions::new();
         options.read(true).write(writable);
-        if kind.is_block_device() && writable {
+        if kind.is_block_device() && access == ImageAccess::ReadWrite {
             // Fails while the device is mounted or otherwise claimed.
             options.custom_flags(libc::O_EXCL);
         }
@@ -238,7 +240,7 @@ impl Image {
             return Err(ImageError::WriteProtected { path: at(), model });
         }
         let lock = match access {
-            ImageAccess::ReadOnly => FlockOperation::NonBlockingLockShared,
+            ImageAccess::ReadOnly | ImageAccess::Shared => FlockOperation::NonBlockingLockShared,
             ImageAccess::ReadWrite => FlockOperation::NonBlockingLockExclusive,
         };
         flock(&file, lock).map_err(|errno| match errno {

@@ -13,6 +13,7 @@ use super::{
     namespace::NSID,
     queues::{CompletionQueue, SubmissionQueue},
     registers::MAX_QUEUE_ENTRIES,
+    reservations::Shared,
     slots::Work,
     status::Status,
 };
@@ -139,9 +140,13 @@ fn identify(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Out
     let data = match command.cdw(10) as u8 {
         0x00 | 0x11 => {
             nvme.namespace.check_id(nsid)?;
-            identify::namespace(&nvme.namespace)
+            identify::namespace(&nvme.namespace, nvme.shared.is_some())
         }
-        0x01 => identify::controller(&nvme.names, nvme.has_doorbell_buffer()),
+        0x01 => identify::controller(
+            &nvme.names,
+            nvme.has_doorbell_buffer(),
+            nvme.shared.as_ref().map(Shared::controller),
+        ),
         // The two largest identifiers are invalid here (5.15.2.3).
         0x02 | 0x10 if nsid >= NSID_ALL - 1 => return Err(Status::INVALID_NAMESPACE),
         0x02 | 0x10 => identify::namespace_list(nsid),
@@ -153,13 +158,19 @@ fn identify(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Out
         0x06 if command.cdw(11) >> 24 == 0 => identify::command_set_controller(),
         0x12 => {
             nvme.namespace.check_id(nsid)?;
-            identify::controller_list(controller)
+            identify::controller_list(controller, &controllers(nvme))
         }
-        0x13 => identify::controller_list(controller),
+        0x13 => identify::controller_list(controller, &controllers(nvme)),
         _ => return Err(Status::INVALID_FIELD),
     };
     send(nvme, command, dma, &data[..])?;
     DONE
+}
+
+/// The numbers of the subsystem's controllers.
+fn controllers(nvme: &Nvme) -> Vec<u16> {
+    let shared = nvme.shared.as_ref();
+    shared.map_or(vec![0], Shared::controllers)
 }
 
 /// Largest transfer of a log page, in bytes.
@@ -185,7 +196,12 @@ fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
     };
     let log = nvme
         .logs
-        .page(page, &nvme.stats, health, nvme.has_doorbell_buffer())
+        .page(
+            page,
+            &nvme.stats,
+            health,
+            (nvme.has_doorbell_buffer(), nvme.shared.is_some()),
+        )
         .ok_or(Status::INVALID_LOG_PAGE)?;
     let from = usize::try_from(from)
         .ok()
@@ -243,6 +259,17 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
             nvme.features.set_timestamp(data);
             DONE
         }
+        features::HOST_IDENTIFIER if nvme.shared.is_some() => {
+            let is_extended = command.cdw(11) & 1 != 0;
+            let mut data = [0; 16];
+            let data_len = if is_extended { 16 } else { 8 };
+            let pointer = command.admin_data_pointer()?;
+            let slices = nvme.gather_small(dma, &pointer, data_len, Access::Read)?;
+            copy_out(&slices, &mut data[..data_len]);
+            let id = u128::from_le_bytes(data);
+            nvme.features.set_host_identifier(id, is_extended)?;
+            DONE
+        }
         features::QUEUE_COUNT if nvme.queues.has_io_queues() => Err(Status::COMMAND_SEQUENCE_ERROR),
         features::WRITE_CACHE => {
             // A process before this one may have set it, and not have flushed.
@@ -276,12 +303,38 @@ fn get_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
     if !matches!(command.nsid(), 0 | NSID | NSID_ALL) {
         return Err(Status::INVALID_NAMESPACE);
     }
+    if feature == features::HOST_IDENTIFIER && nvme.shared.is_some() {
+        return get_host_identifier(nvme, command, select, dma);
+    }
     let result = nvme.features.get(feature, select, command.cdw(11))?;
     if feature == features::TIMESTAMP && select != Select::Capabilities {
         let data = nvme.features.timestamp(select);
         send(nvme, command, dma, &data)?;
     }
     Ok(Outcome::Done(result))
+}
+
+/// 5.21.1.25.
+fn get_host_identifier(
+    nvme: &mut Nvme,
+    command: &Command,
+    select: Select,
+    dma: &mut dyn Dma,
+) -> Result<Outcome, Status> {
+    const CHANGEABLE: u32 = 1 << 2;
+    if select == Select::Capabilities {
+        return Ok(Outcome::Done(CHANGEABLE));
+    }
+    let is_extended = command.cdw(11) & 1 != 0;
+    let id = match (select, nvme.features.host_identifier()) {
+        (Select::Default, _) => 0,
+        // In the other format, it cannot be told.
+        (_, (1.., kept)) if kept != is_extended => return Err(Status::INVALID_FIELD),
+        (_, (id, _)) => id,
+    };
+    let data_len = if is_extended { 16 } else { 8 };
+    send(nvme, command, dma, &id.to_le_bytes()[..data_len])?;
+    DONE
 }
 
 /// 5.2.
@@ -320,6 +373,7 @@ fn format(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
     let options = command.cdw(10);
     nvme.namespace.check_id_or_all(command.nsid())?;
     nvme.namespace.check_writable()?;
+    nvme.check_reservation_to_format()?;
     // LBA format 0, no metadata or protection information.
     if options & 0x1ff != 0 {
         return Err(Status::INVALID_FORMAT);

@@ -1,13 +1,17 @@
 //! Configuration of an NVMe model.
 
-use std::path::PathBuf;
+use std::{fs::File, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use farside_fabric::{Size, deserialize_optional_size};
 use farside_pci::Description;
 
-use super::{cmb, pci, registers::MAX_VECTORS};
+use super::{
+    cmb, pci,
+    registers::MAX_VECTORS,
+    reservations::{FileError, ReservationFile},
+};
 use crate::block::{
     EngineChoice, Image, ImageAccess, ImageError, Limits, LimitsError, SERIAL_LEN,
     serial::{is_text, serial_for},
@@ -48,6 +52,10 @@ pub struct Config {
         deserialize_with = "deserialize_optional_size"
     )]
     pub cmb: Option<u64>,
+    /// A file with the reservations of the namespace, which is created if there is none: controllers whose image and file are
+    /// the same share the namespace. None by default: the image is this controller's alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared: Option<PathBuf>,
     /// Whether the guest writes its doorbells to memory, which the controller looks at at intervals, instead of by a trap.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub mapped_doorbells: bool,
@@ -96,6 +104,12 @@ pub enum ConfigError {
     /// The size of the controller memory buffer.
     #[error(transparent)]
     Cmb(#[from] cmb::SizeError),
+    /// A read-only controller cannot reserve anything.
+    #[error("shared and read-only: a controller that shares its namespace writes to it")]
+    SharedReadOnly,
+    /// The file with the reservations cannot be used.
+    #[error("cannot use the file of reservations {path}")]
+    Reservations { path: PathBuf, source: FileError },
     /// The image cannot be used.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -118,6 +132,7 @@ impl Config {
             model: default_model(),
             queues: default_queues(),
             cmb: None,
+            shared: None,
             mapped_doorbells: false,
             engine: EngineChoice::default(),
             limits: Limits::default(),
@@ -133,6 +148,9 @@ impl Config {
             return Err(ConfigError::Queues(self.queues));
         }
         self.limits.validate()?;
+        if self.shared.is_some() && self.read_only {
+            return Err(ConfigError::SharedReadOnly);
+        }
         self.cmb.map_or(Ok(()), cmb::check_size)?;
         if let Some(serial) = &self.serial {
             check_text("serial", serial, SERIAL_LEN)?;
@@ -143,11 +161,43 @@ impl Config {
     /// Checks all settings, then opens and locks the image.
     pub fn open_image(&self) -> Result<Image, ConfigError> {
         self.validate()?;
-        let access = match self.read_only {
-            true => ImageAccess::ReadOnly,
-            false => ImageAccess::ReadWrite,
+        let access = match (self.read_only, &self.shared) {
+            (true, _) => ImageAccess::ReadOnly,
+            (false, None) => ImageAccess::ReadWrite,
+            (false, Some(_)) => ImageAccess::Shared,
         };
         Ok(Image::open(&self.image, access, self.block_size, "nvme")?)
+    }
+
+    /// Opens the file of reservations, if the namespace is shared, for a process of its own.
+    ///
+    /// # Errors
+    /// [`ConfigError::Reservations`].
+    pub fn open_reservations(&self) -> Result<Option<File>, ConfigError> {
+        let open = |path: &PathBuf| {
+            ReservationFile::open(path).map_err(|source| self.reservations_failed(source.into()))
+        };
+        self.shared.as_ref().map(open).transpose()
+    }
+
+    /// Checks the contents of such a `file`, and makes them if it is new, for the device `id` of a host that was booted as
+    /// `boot` says.
+    ///
+    /// # Errors
+    /// [`ConfigError::Reservations`].
+    pub fn check_reservations(
+        &self,
+        file: File,
+        id: &str,
+        boot: Option<[u8; 16]>,
+    ) -> Result<ReservationFile, ConfigError> {
+        let mapped = ReservationFile::map(file, id, boot);
+        mapped.map_err(|source| self.reservations_failed(source))
+    }
+
+    pub(super) fn reservations_failed(&self, source: FileError) -> ConfigError {
+        let path = self.shared.clone().unwrap_or_default();
+        ConfigError::Reservations { path, source }
     }
 
     /// The function on an image of `size` bytes.

@@ -32,6 +32,7 @@ use super::{
     namespace::{Namespace, uuid_from},
     queues::{DoorbellError, Queues},
     registers::{Registers, Shutdown},
+    reservations::{ReservationFile, Shared},
     saved::Answered,
     slots::{IO_SLOTS, RESERVED_SLOTS, Slots, Work},
     stats::Stats,
@@ -61,6 +62,8 @@ pub struct Nvme {
     pub(super) namespace: Namespace,
     pub(super) registers: Registers,
     pub(super) cmb: Option<Cmb>,
+    /// If other controllers share the namespace.
+    pub(super) shared: Option<Shared>,
     pub(super) queues: Queues,
     pub(super) slots: Slots,
     pub(super) block: BlockQueue,
@@ -131,6 +134,23 @@ impl Nvme {
         Self::with_block(id, config, block, (size, punches_holes))
     }
 
+    /// Shares its namespace with the other controllers of `file`, of the same configuration.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Reservations`].
+    pub fn sharing(mut self, config: &Config, file: ReservationFile) -> Result<Self, ConfigError> {
+        self.namespace.uuid = file.uuid();
+        if config.serial.is_none() {
+            // Controllers of one subsystem have one serial number.
+            let bytes = self.namespace.uuid[..10].iter();
+            self.names.serial = bytes.map(|byte| format!("{byte:02x}")).collect();
+        }
+        let shared = Shared::new(file);
+        self.shared = Some(shared.map_err(|source| config.reservations_failed(source))?);
+        Ok(self)
+    }
+
     /// As [`Nvme::open`], on a medium of `size` bytes that another host has, and whose deallocated
     /// blocks read as zeroes if it `punches_holes`.
     ///
@@ -177,6 +197,7 @@ impl Nvme {
             namespace,
             registers: Registers::default(),
             cmb: config.cmb.map(Cmb::new),
+            shared: None,
             queues: Queues::new(config.queues),
             slots: Slots::new(),
             block,
@@ -290,7 +311,7 @@ impl Nvme {
 
     /// Admin commands have no limits.
     fn may_take_from(&mut self, id: u16) -> bool {
-        id == 0 || self.block.may_take()
+        id == 0 || (self.reservations_admit() && self.block.may_take())
     }
 
     fn fetch_from(&mut self, id: u16, bus: &mut Bus<'_>) -> Result<bool, Fault> {
@@ -481,6 +502,7 @@ impl Nvme {
             busy = true;
         }
         busy |= self.report_events(bus);
+        busy |= self.finish_abort(bus);
         self.advance(bus);
         // Mapped doorbells are read without DMA.
         if (self.may_fetch(bus) || self.queues.are_mapped())
@@ -511,7 +533,8 @@ impl Nvme {
                 self.queues.refresh_tail(bus.dma, id)?;
                 pending |= self.has_slot_for(id)
                     && self.queues.can_fetch(bus.dma, id)?
-                    && self.may_take_from(id);
+                    && self.reservations_would_admit()
+                    && self.block.may_take();
             }
         }
         if line {

@@ -25,6 +25,9 @@ const EVENT_CONFIG: u8 = 0x0b;
 /// Timestamp.
 pub const TIMESTAMP: u8 = 0x0e;
 
+/// Host identifier, of a controller that shares its namespace.
+pub const HOST_IDENTIFIER: u8 = 0x81;
+
 /// The selected value of a Get Features (SEL, figure 173).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Select {
@@ -75,6 +78,8 @@ pub struct Features {
     write_atomicity: u32,
     event_config: u32,
     timestamp: Timestamp,
+    /// And whether it was given as one of 128 bits.
+    host_identifier: (u128, bool),
 }
 
 impl Features {
@@ -97,6 +102,7 @@ impl Features {
                 at: Instant::now(),
                 by_host: false,
             },
+            host_identifier: (0, false),
         }
     }
 
@@ -144,6 +150,22 @@ impl Features {
             };
         }
         features
+    }
+
+    /// The host's identifier, 0 if it has given none, and whether that has 128 bits.
+    pub fn host_identifier(&self) -> (u128, bool) {
+        self.host_identifier
+    }
+
+    /// Sets it, once (5.21.1.25).
+    pub fn set_host_identifier(&mut self, id: u128, is_extended: bool) -> Result<(), Status> {
+        match self.host_identifier {
+            (0, _) => {}
+            before if before == (id, is_extended) => {}
+            _ => return Err(Status::COMMAND_SEQUENCE_ERROR),
+        }
+        self.host_identifier = (id, is_extended);
+        Ok(())
     }
 
     /// Critical warnings of the health log.

@@ -74,7 +74,9 @@ impl Data {
 }
 
 /// Identify Controller (CNS 01h, figure 247).
-pub fn controller(names: &Names, doorbell_buffer: bool) -> Box<[u8; SIZE]> {
+///
+/// `shared` is the number of a controller that shares its namespace with others of its subsystem.
+pub fn controller(names: &Names, doorbell_buffer: bool, shared: Option<u16>) -> Box<[u8; SIZE]> {
     let mut data = Data::new();
     data.put16(0, VENDOR_ID); // VID
     data.put16(2, VENDOR_ID); // SSVID
@@ -82,8 +84,16 @@ pub fn controller(names: &Names, doorbell_buffer: bool) -> Box<[u8; SIZE]> {
     data.put_text(24, MODEL_LEN, &names.model); // MN
     data.put_text(64, 8, FIRMWARE); // FR
     data.put8(72, 6); // RAB: bursts of 64 commands
+    if shared.is_some() {
+        const SEVERAL_CONTROLLERS: u8 = 1 << 1;
+        data.put8(76, SEVERAL_CONTROLLERS); // CMIC
+    }
     data.put8(77, MDTS);
+    data.put16(78, shared.unwrap_or(0)); // CNTLID
     data.put32(80, VERSION); // VER
+    if shared.is_some() {
+        data.put32(96, 1); // CTRATT: identifiers of 128 bits
+    }
     data.put8(111, 1); // CNTRLTYPE: I/O controller
 
     const FORMAT: u16 = 1 << 1;
@@ -107,11 +117,19 @@ pub fn controller(names: &Names, doorbell_buffer: bool) -> Box<[u8; SIZE]> {
     const DATASET_MANAGEMENT: u16 = 1 << 2;
     const WRITE_ZEROES: u16 = 1 << 3;
     const SELECT_FEATURES: u16 = 1 << 4;
+    const RESERVATIONS: u16 = 1 << 5;
     const TIMESTAMP: u16 = 1 << 6;
     const VERIFY: u16 = 1 << 7;
+    let reservations = if shared.is_some() { RESERVATIONS } else { 0 };
     data.put16(
         520,
-        COMPARE | DATASET_MANAGEMENT | WRITE_ZEROES | SELECT_FEATURES | TIMESTAMP | VERIFY,
+        COMPARE
+            | DATASET_MANAGEMENT
+            | WRITE_ZEROES
+            | SELECT_FEATURES
+            | reservations
+            | TIMESTAMP
+            | VERIFY,
     ); // ONCS
     const CACHE_PRESENT: u8 = 1;
     const FLUSH_ALL: u8 = 0b11 << 1;
@@ -129,7 +147,7 @@ pub fn controller(names: &Names, doorbell_buffer: bool) -> Box<[u8; SIZE]> {
 }
 
 /// Identify Namespace (CNS 00h, figure 245).
-pub fn namespace(namespace: &Namespace) -> Box<[u8; SIZE]> {
+pub fn namespace(namespace: &Namespace, shared: bool) -> Box<[u8; SIZE]> {
     let mut data = Data::new();
     data.put64(0, namespace.blocks); // NSZE
     data.put64(8, namespace.blocks); // NCAP
@@ -137,6 +155,10 @@ pub fn namespace(namespace: &Namespace) -> Box<[u8; SIZE]> {
     const OPTIMAL_SIZES: u8 = 1 << 4;
     data.put8(24, OPTIMAL_SIZES); // NSFEAT: NPWG to NOWS are valid
     // NLBAF 0, FLBAS 0: one format.
+    if shared {
+        data.put8(30, 1); // NMIC: of several controllers
+        data.put8(31, 0xff); // RESCAP: all kinds, IEKEY of 1.3, through power loss
+    }
     const READS_ZEROES: u8 = 1;
     const DEALLOCATE_IN_WRITE_ZEROES: u8 = 1 << 3;
     if namespace.punches_holes {
@@ -179,12 +201,16 @@ pub fn command_set_controller() -> Box<[u8; SIZE]> {
     data.0
 }
 
-/// Controllers from number `from` (CNS 12h and 13h, figure 242): only 0.
-pub fn controller_list(from: u16) -> Box<[u8; SIZE]> {
+/// Those of `controllers`, which ascend, from number `from` on (CNS 12h and 13h, figure 242).
+pub fn controller_list(from: u16, controllers: &[u16]) -> Box<[u8; SIZE]> {
     let mut data = Data::new();
-    if from == 0 {
-        data.put16(0, 1); // one identifier, which is 0
+    let listed = controllers.iter().filter(|&&number| number >= from);
+    let mut count = 0;
+    for &number in listed {
+        count += 1;
+        data.put16(2 * count, number);
     }
+    data.put16(0, count as u16);
     data.0
 }
 

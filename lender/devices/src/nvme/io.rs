@@ -10,6 +10,7 @@ use super::{
     controller::{Nvme, Outcome},
     identify::MAX_TRANSFER,
     namespace::Extent,
+    reservations,
     slots::Work,
     status::Status,
 };
@@ -71,6 +72,7 @@ pub(super) fn execute(
         return Err(Status::INVALID_FIELD);
     }
     let target = Target::io(sq_id, command);
+    nvme.check_reservation(command.opcode())?;
     match command.opcode() {
         io::READ => read(nvme, target, command, bus),
         io::WRITE => write(nvme, target, command, bus),
@@ -79,6 +81,14 @@ pub(super) fn execute(
         io::DATASET_MANAGEMENT => dataset_management(nvme, target, command, bus),
         io::COMPARE => compare(nvme, target, command, bus),
         io::VERIFY => verify(nvme, target, command),
+        io::RESERVATION_REGISTER
+        | io::RESERVATION_REPORT
+        | io::RESERVATION_ACQUIRE
+        | io::RESERVATION_RELEASE
+            if nvme.shared.is_some() =>
+        {
+            reservations::execute(nvme, sq_id, command, bus)
+        }
         _ => Err(Status::INVALID_OPCODE),
     }
 }

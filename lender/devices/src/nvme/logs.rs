@@ -76,7 +76,7 @@ impl Logs {
         page: u8,
         stats: &Stats,
         health: Health,
-        doorbell_buffer: bool,
+        (doorbell_buffer, reservations): (bool, bool),
     ) -> Option<Vec<u8>> {
         Some(match page {
             ERROR_INFORMATION => self.error_information(),
@@ -84,7 +84,7 @@ impl Logs {
             FIRMWARE_SLOT => firmware_slot(),
             // The namespace never changes.
             CHANGED_NAMESPACES => vec![0; 4096],
-            COMMAND_EFFECTS => command_effects(doorbell_buffer),
+            COMMAND_EFFECTS => command_effects(doorbell_buffer, reservations),
             _ => return None,
         })
     }
@@ -155,7 +155,7 @@ fn firmware_slot() -> Vec<u8> {
 }
 
 /// Figure 201: supported commands, and whether they change logical block content.
-fn command_effects(doorbell_buffer: bool) -> Vec<u8> {
+fn command_effects(doorbell_buffer: bool, reservations: bool) -> Vec<u8> {
     const SUPPORTED: u32 = 1;
     const CHANGES_CONTENT: u32 = 1 << 1;
     const ALONE: u32 = 1 << 16;
@@ -185,6 +185,15 @@ fn command_effects(doorbell_buffer: bool) -> Vec<u8> {
         SUPPORTED | CHANGES_CONTENT | ALONE,
     );
     for opcode in [io::FLUSH, io::READ, io::COMPARE, io::VERIFY] {
+        put(256 + usize::from(opcode), SUPPORTED);
+    }
+    let of_reservations = [
+        io::RESERVATION_REGISTER,
+        io::RESERVATION_REPORT,
+        io::RESERVATION_ACQUIRE,
+        io::RESERVATION_RELEASE,
+    ];
+    for opcode in of_reservations.into_iter().filter(|_| reservations) {
         put(256 + usize::from(opcode), SUPPORTED);
     }
     for opcode in [io::WRITE, io::WRITE_ZEROES, io::DATASET_MANAGEMENT] {

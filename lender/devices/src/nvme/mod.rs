@@ -44,6 +44,7 @@ mod prp;
 mod queues;
 mod recovery;
 mod registers;
+mod reservations;
 mod ring;
 pub(crate) mod saved;
 mod sgl;
@@ -57,6 +58,7 @@ pub(crate) mod tests;
 pub use config::{Config, ConfigError, MODEL_LEN};
 pub use controller::Nvme;
 pub use pci::{DEVICE_ID, VENDOR_ID};
+pub use reservations::{FileError, ReservationFile};
 
 pub(crate) use saved::STATE_KIND;
 

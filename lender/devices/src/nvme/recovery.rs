@@ -68,6 +68,8 @@ impl Nvme {
             answered,
             flush_failed: self.flush_failed,
             cmb_control: self.cmb.as_ref().map_or(0, |cmb| cmb.control),
+            host_identifier: self.features.host_identifier().0,
+            extended_identifier: self.features.host_identifier().1,
             ..Saved::default()
         };
         self.queues.save(&mut saved);
@@ -109,6 +111,10 @@ impl Nvme {
             return Ok(());
         }
         self.features = Features::restored(self.vectors() - 1, &saved.features);
+        // Nothing was set before.
+        let _ = self
+            .features
+            .set_host_identifier(saved.host_identifier, saved.extended_identifier);
         if !saved.ready {
             return Ok(());
         }
@@ -139,7 +145,7 @@ impl Nvme {
 
     /// Takes up the commands that were in flight, if the device can reach guest memory. Returns whether it did.
     pub(super) fn recover(&mut self, bus: &mut Bus<'_>) -> bool {
-        if !self.can_recover(bus) {
+        if !self.can_recover(bus) || !self.reservations_admit() {
             return false;
         }
         let mut commands = self.recovery.take().unwrap_or_default();
@@ -168,6 +174,7 @@ impl Nvme {
             self.take_up(&command, answered, bus);
         }
         self.recovering = false;
+        self.reservations_recovered();
         self.queues.interrupt_all();
         true
     }

@@ -34,6 +34,10 @@ pub struct Saved {
     pub flush_failed: bool,
     /// CMBMSC. Since version 2.
     pub cmb_control: u64,
+    /// Since version 2.
+    pub host_identifier: u128,
+    /// It has 128 bits. Since version 2.
+    pub extended_identifier: bool,
 }
 
 impl Snapshot for Saved {

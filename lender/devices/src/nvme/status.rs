@@ -42,11 +42,13 @@ impl Status {
     pub const SGL_LENGTH_INVALID: Self = fatal(GENERIC, 0x0f);
     pub const SGL_TYPE_INVALID: Self = fatal(GENERIC, 0x11);
     pub const PRP_OFFSET_INVALID: Self = fatal(GENERIC, 0x13);
+    pub const HOST_IDENTIFIER_INCONSISTENT: Self = fatal(GENERIC, 0x18);
     pub const COMMAND_INTERRUPTED: Self = transient(GENERIC, 0x21);
     pub const WRITE_PROTECTED: Self = fatal(GENERIC, 0x20);
     pub const LBA_OUT_OF_RANGE: Self = fatal(GENERIC, 0x80);
     pub const CAPACITY_EXCEEDED: Self = fatal(GENERIC, 0x81);
     pub const NAMESPACE_NOT_READY: Self = transient(GENERIC, 0x82);
+    pub const RESERVATION_CONFLICT: Self = fatal(GENERIC, 0x83);
 
     // Command specific status (figure 128).
     pub const INVALID_CQ: Self = fatal(SPECIFIC, 0x00);

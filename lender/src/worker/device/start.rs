@@ -83,7 +83,12 @@ impl WorkerDevice {
         };
         let of = (&lease.vm, lease.generation);
         let record = device.map(|device| {
-            let with = (borrower.as_fd(), &*open);
+            // A model's next worker opens the file of its reservations anew.
+            let runs = match &self.device {
+                Kind::Model(_) => &[],
+                Kind::Function(_) | Kind::Server(_) => &*open,
+            };
+            let with = (borrower.as_fd(), runs);
             self.record(&worker.worker, with, of, device, kept)
         });
         let start = Order::Start(Box::new(Start {
@@ -258,6 +263,13 @@ impl WorkerDevice {
                 return Ok((served, vec![socket]));
             }
         };
+        let mut open = Vec::new();
+        if let Some(config) = kind.reservations() {
+            let file = config
+                .open_reservations()
+                .map_err(StartError::Reservations)?;
+            open.extend(file.map(OwnedFd::from));
+        }
         let model = match (&kind.model, &kind.image) {
             (config::Model::Nvme(config), Some(image)) => Model::Nvme {
                 config: serde_json::to_string(config).map_err(StartError::Config)?,
@@ -275,7 +287,7 @@ impl WorkerDevice {
             _ => Model::DmaTest,
         };
         let limits = kind.adapter.limits().clone();
-        Ok((Served::Model { model, limits }, Vec::new()))
+        Ok((Served::Model { model, limits }, open))
     }
 
     fn spawn(&self, vm: &VmName) -> Result<Spawned, StartError> {

@@ -82,7 +82,7 @@ impl Device for Nvme {
             self.fatal(fault);
             false
         });
-        !pending && !self.block.is_busy()
+        !pending && !self.block.is_busy() && !self.is_aborting()
     }
 
     fn is_polled(&self) -> bool {

@@ -17,6 +17,7 @@ mod mapped;
 mod medium;
 pub(crate) mod random;
 mod recovery;
+mod reservations;
 mod restarts;
 mod state;
 pub(crate) mod watch;

@@ -5,6 +5,7 @@ use farside_fabric::memory::SharedMemory;
 use super::{
     crash,
     failing::{Faults, Watch},
+    reservations,
     watch::Id,
     world::{Driver, clone},
 };
@@ -48,7 +49,11 @@ impl Driver {
     fn open(&self) -> Nvme {
         let image = clone(&self.lent);
         let (Some(faults), Some(watch)) = (self.faults, self.watch.clone()) else {
-            return Nvme::with_image("disk0", &self.config, image).unwrap();
+            let nvme = Nvme::with_image("disk0", &self.config, image).unwrap();
+            return match self.share {
+                Some(name) => reservations::share(nvme, &self.config, name),
+                None => nvme,
+            };
         };
         let depth = IO_SLOTS + RESERVED_SLOTS;
         let faults = Faults {

@@ -94,6 +94,8 @@ pub struct Driver {
     pub(super) watch: Option<Watch>,
     /// The state of a controller that can be killed.
     pub state: Option<HostSlice>,
+    /// The name of one that shares its namespace.
+    pub share: Option<&'static str>,
     /// How often it was.
     pub kills: u32,
     /// It is killed again after so many points.
@@ -149,6 +151,7 @@ impl Driver {
             next_id: 0,
             config,
             state: None,
+            share: None,
             kills: 0,
             kill_every: None,
         }

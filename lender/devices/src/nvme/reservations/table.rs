@@ -1,0 +1,583 @@
+//! Who has registered and who holds the reservation of a namespace (NVM Express 1.4, 8.8), and what each may do. Pure.
+
+use serde::{Deserialize, Serialize};
+
+use crate::nvme::status::Status;
+
+/// Most registrants.
+pub const MOST: usize = 32;
+
+/// A host, to which registrations belong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Host {
+    /// Of the controller with this number, whose Host Identifier is 0: it is no other controller's (5.21.1.25).
+    OfController(u16),
+    /// With this Host Identifier.
+    Named(u128),
+}
+
+/// A registration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Registrant {
+    pub host: Host,
+    /// The controller by which it registered.
+    pub controller: u16,
+    pub key: u64,
+}
+
+/// What others may do (figure 445).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Kind {
+    WriteExclusive,
+    ExclusiveAccess,
+    WriteExclusiveRegistrantsOnly,
+    ExclusiveAccessRegistrantsOnly,
+    WriteExclusiveAllRegistrants,
+    ExclusiveAccessAllRegistrants,
+}
+
+impl Kind {
+    const ALL: [Self; 6] = [
+        Self::WriteExclusive,
+        Self::ExclusiveAccess,
+        Self::WriteExclusiveRegistrantsOnly,
+        Self::ExclusiveAccessRegistrantsOnly,
+        Self::WriteExclusiveAllRegistrants,
+        Self::ExclusiveAccessAllRegistrants,
+    ];
+
+    /// RTYPE.
+    pub fn from_number(number: u8) -> Result<Self, Status> {
+        let index = usize::from(number).checked_sub(1);
+        let kind = index.and_then(|index| Self::ALL.get(index));
+        kind.copied().ok_or(Status::INVALID_FIELD)
+    }
+
+    fn number(self) -> u8 {
+        self as u8 + 1
+    }
+
+    /// Each registrant holds it.
+    fn is_of_all(self) -> bool {
+        matches!(
+            self,
+            Self::WriteExclusiveAllRegistrants | Self::ExclusiveAccessAllRegistrants
+        )
+    }
+
+    /// Registrants may do what the holder may.
+    fn includes_registrants(self) -> bool {
+        !matches!(self, Self::WriteExclusive | Self::ExclusiveAccess)
+    }
+
+    /// The others may not even read.
+    fn excludes_reading(self) -> bool {
+        matches!(
+            self,
+            Self::ExclusiveAccess
+                | Self::ExclusiveAccessRegistrantsOnly
+                | Self::ExclusiveAccessAllRegistrants
+        )
+    }
+}
+
+/// What a command does to the namespace (figure 446).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Group {
+    Read,
+    Write,
+}
+
+/// The reservation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Reservation {
+    kind: Kind,
+    /// None if it is of all registrants.
+    holder: Option<Host>,
+}
+
+/// Registrations and reservation.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Table {
+    generation: u32,
+    /// Persist through power loss.
+    persists: bool,
+    reservation: Option<Reservation>,
+    registrants: Vec<Registrant>,
+    /// The last command of each controller's process that has changed something: its sequence number. Taken up again after
+    /// that process was killed, it has been executed.
+    executed: Vec<(u16, u64)>,
+}
+
+/// Reservation Register (6.11).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Registration {
+    Add {
+        new: u64,
+    },
+    /// With the current key, unless that is to be ignored.
+    Remove {
+        current: Option<u64>,
+    },
+    Replace {
+        current: Option<u64>,
+        new: u64,
+    },
+}
+
+/// Reservation Acquire (6.10).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Acquire {
+    Acquire,
+    /// The registrants with this key.
+    Preempt(u64),
+}
+
+/// Reservation Release (6.12).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Release {
+    Release(Kind),
+    Clear,
+}
+
+/// The caller: a controller, and its host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caller {
+    pub host: Host,
+    pub controller: u16,
+}
+
+impl Table {
+    /// Whether a host's command may be executed (figure 446).
+    pub fn allows(&self, host: Host, group: Group) -> bool {
+        let Some(reservation) = self.reservation else {
+            return true;
+        };
+        let is_registrant = self.find(host).is_some();
+        let includes = reservation.kind.includes_registrants() && is_registrant;
+        self.holds(host)
+            || includes
+            || (group == Group::Read && !reservation.kind.excludes_reading())
+    }
+
+    /// Persistence through power loss.
+    pub fn persists(&self) -> bool {
+        self.persists
+    }
+
+    /// Sets that.
+    pub fn set_persists(&mut self, persists: bool) {
+        self.persists = persists;
+    }
+
+    /// Whether a controller's command of that number was executed.
+    pub fn was_executed(&self, controller: u16, number: u64) -> bool {
+        self.executed.contains(&(controller, number))
+    }
+
+    /// Notes that it was.
+    pub fn set_executed(&mut self, controller: u16, number: u64) {
+        self.forget_executed(controller);
+        self.executed.push((controller, number));
+    }
+
+    /// What was in flight is executed. The next process's numbers may be the same.
+    pub fn forget_executed(&mut self, controller: u16) {
+        self.executed.retain(|(other, _)| *other != controller);
+    }
+
+    /// Registers, unregisters, or replaces a key.
+    pub fn register(&mut self, caller: Caller, action: Registration) -> Result<(), Status> {
+        let host = caller.host;
+        let found = self.find(host);
+        let has = |current: Option<u64>| match (current, found) {
+            (_, None) => false,
+            (None, Some(_)) => true,
+            (Some(key), Some(index)) => self.registrants[index].key == key,
+        };
+        match action {
+            Registration::Add { new } => match found {
+                None => self.add(caller, new)?,
+                Some(index) if self.registrants[index].key == new => {}
+                Some(_) => return Err(Status::RESERVATION_CONFLICT),
+            },
+            Registration::Remove { current } if has(current) => self.remove(|it| it.host == host),
+            Registration::Replace { current, new } if has(current) => {
+                let of_host = self.registrants.iter_mut().filter(|it| it.host == host);
+                of_host.for_each(|it| it.key = new);
+            }
+            Registration::Replace { current: None, new } => self.add(caller, new)?,
+            _ => return Err(Status::RESERVATION_CONFLICT),
+        }
+        self.changed();
+        Ok(())
+    }
+
+    /// Acquires the reservation, or takes it and registrations from others.
+    pub fn acquire(
+        &mut self,
+        caller: Caller,
+        current: u64,
+        (action, kind): (Acquire, Kind),
+    ) -> Result<(), Status> {
+        let host = caller.host;
+        self.check_key(host, current)?;
+        let new = Some(Reservation {
+            kind,
+            holder: (!kind.is_of_all()).then_some(host),
+        });
+        let Acquire::Preempt(key) = action else {
+            return match self.reservation {
+                None => {
+                    self.reservation = new;
+                    Ok(())
+                }
+                Some(held) if held.kind == kind && self.holds(host) => Ok(()),
+                Some(_) => Err(Status::RESERVATION_CONFLICT),
+            };
+        };
+        let key_of_holder = self.reservation.and_then(|it| it.holder);
+        let key_of_holder = key_of_holder.and_then(|holder| self.find(holder));
+        let key_of_holder = key_of_holder.map(|index| self.registrants[index].key);
+        let is_of_all = self.reservation.is_some_and(|it| it.kind.is_of_all());
+        let takes_all = is_of_all && key == 0;
+        let takes_holders = !is_of_all && key_of_holder == Some(key);
+        if !takes_all && !takes_holders && !self.registrants.iter().any(|it| it.key == key) {
+            return Err(Status::RESERVATION_CONFLICT);
+        }
+        if takes_all || takes_holders {
+            self.reservation = new;
+        }
+        let goes = |it: &Registrant| it.host != host && (takes_all || it.key == key);
+        // A host that preempts its own registration, without the reservation, loses it.
+        let own = !takes_all && !takes_holders && current == key;
+        self.remove(|it| goes(it) || (own && it.host == host));
+        self.changed();
+        Ok(())
+    }
+
+    /// Releases the reservation, or clears all.
+    pub fn release(&mut self, host: Host, current: u64, action: Release) -> Result<(), Status> {
+        self.check_key(host, current)?;
+        match (action, self.reservation) {
+            (Release::Clear, _) => {
+                self.reservation = None;
+                self.registrants.clear();
+                self.changed();
+            }
+            (Release::Release(kind), Some(held)) if self.holds(host) => {
+                if held.kind != kind {
+                    return Err(Status::INVALID_FIELD);
+                }
+                self.reservation = None;
+            }
+            // Nothing to release (6.12.1).
+            (Release::Release(_), _) => {}
+        }
+        Ok(())
+    }
+
+    /// What a controller's reset ends: what belongs to no named host, and the numbers of commands.
+    pub fn forget_controller(&mut self, controller: u16) {
+        self.forget_executed(controller);
+        let host = Host::OfController(controller);
+        if self.find(host).is_some() {
+            self.remove(|it| it.host == host);
+        }
+    }
+
+    /// What a loss of power ends.
+    pub fn lose_power(&mut self) {
+        if !self.persists {
+            self.reservation = None;
+            self.registrants.clear();
+        }
+        self.registrants
+            .retain(|it| matches!(it.host, Host::Named(_)));
+    }
+
+    /// The data structure of Reservation Report (6.13), of 64-bit or 128-bit identifiers.
+    pub fn report(&self, extended: bool) -> Vec<u8> {
+        let (header, entry) = if extended { (64, 64) } else { (24, 24) };
+        let mut data = vec![0; header + self.registrants.len() * entry];
+        data[..4].copy_from_slice(&self.generation.to_le_bytes());
+        data[4] = self.reservation.map_or(0, |it| it.kind.number());
+        data[5..7].copy_from_slice(&(self.registrants.len() as u16).to_le_bytes());
+        data[9] = self.persists.into();
+        let entries = data[header..].chunks_exact_mut(entry);
+        for (raw, it) in entries.zip(&self.registrants) {
+            raw[..2].copy_from_slice(&it.controller.to_le_bytes());
+            raw[2] = self.holds(it.host).into();
+            let id = match it.host {
+                Host::OfController(_) => 0,
+                Host::Named(id) => id,
+            };
+            let (id, key) = (id.to_le_bytes(), it.key.to_le_bytes());
+            if extended {
+                raw[8..16].copy_from_slice(&key);
+                raw[16..32].copy_from_slice(&id);
+            } else {
+                raw[8..16].copy_from_slice(&id[..8]);
+                raw[16..24].copy_from_slice(&key);
+            }
+        }
+        data
+    }
+
+    fn find(&self, host: Host) -> Option<usize> {
+        self.registrants.iter().position(|it| it.host == host)
+    }
+
+    fn holds(&self, host: Host) -> bool {
+        self.reservation.is_some_and(|it| match it.holder {
+            Some(holder) => holder == host,
+            None => self.find(host).is_some(),
+        })
+    }
+
+    fn check_key(&self, host: Host, current: u64) -> Result<(), Status> {
+        let found = self.find(host).map(|index| self.registrants[index].key);
+        match found == Some(current) {
+            true => Ok(()),
+            false => Err(Status::RESERVATION_CONFLICT),
+        }
+    }
+
+    fn add(&mut self, caller: Caller, key: u64) -> Result<(), Status> {
+        if self.registrants.len() >= MOST {
+            return Err(Status::INTERNAL_ERROR);
+        }
+        self.registrants.push(Registrant {
+            host: caller.host,
+            controller: caller.controller,
+            key,
+        });
+        Ok(())
+    }
+
+    /// Removes registrations, and the reservation with its holder, or the last of all that hold it.
+    fn remove(&mut self, goes: impl Fn(&Registrant) -> bool) {
+        self.registrants.retain(|it| !goes(it));
+        let is_held = self.reservation.is_some_and(|it| match it.holder {
+            Some(holder) => self.find(holder).is_some(),
+            None => !self.registrants.is_empty(),
+        });
+        if !is_held {
+            self.reservation = None;
+        }
+    }
+
+    fn changed(&mut self) {
+        self.generation = self.generation.wrapping_add(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: Caller = caller(0);
+    const B: Caller = caller(1);
+    const C: Caller = caller(2);
+
+    const fn caller(controller: u16) -> Caller {
+        Caller {
+            host: Host::Named(100 + controller as u128),
+            controller,
+        }
+    }
+
+    /// Whether A, B and C may read, and write.
+    fn rights(table: &Table) -> [(bool, bool); 3] {
+        [A, B, C].map(|it| {
+            let may = |group| table.allows(it.host, group);
+            (may(Group::Read), may(Group::Write))
+        })
+    }
+
+    const ALL: (bool, bool) = (true, true);
+    const READ: (bool, bool) = (true, false);
+    const NONE: (bool, bool) = (false, false);
+
+    /// A and B have registered, with keys 10 and 11.
+    fn two() -> Table {
+        let mut table = Table::default();
+        table.register(A, Registration::Add { new: 10 }).unwrap();
+        table.register(B, Registration::Add { new: 11 }).unwrap();
+        table
+    }
+
+    fn held(kind: Kind) -> Table {
+        let mut table = two();
+        table.acquire(A, 10, (Acquire::Acquire, kind)).unwrap();
+        table
+    }
+
+    #[test]
+    fn each_kind_gives_holder_registrants_and_others_their_rights() {
+        use Kind::*;
+        assert_eq!(rights(&two()), [ALL; 3]);
+        for (kind, expected) in [
+            (WriteExclusive, [ALL, READ, READ]),
+            (ExclusiveAccess, [ALL, NONE, NONE]),
+            (WriteExclusiveRegistrantsOnly, [ALL, ALL, READ]),
+            (ExclusiveAccessRegistrantsOnly, [ALL, ALL, NONE]),
+            (WriteExclusiveAllRegistrants, [ALL, ALL, READ]),
+            (ExclusiveAccessAllRegistrants, [ALL, ALL, NONE]),
+        ] {
+            let table = held(kind);
+            assert_eq!(rights(&table), expected, "{kind:?}");
+            assert_eq!(Kind::from_number(kind.number()), Ok(kind));
+        }
+        assert_eq!(Kind::from_number(0), Err(Status::INVALID_FIELD));
+        assert_eq!(Kind::from_number(7), Err(Status::INVALID_FIELD));
+    }
+
+    #[test]
+    fn a_key_is_registered_replaced_and_unregistered_by_who_has_it() {
+        let conflict = Err(Status::RESERVATION_CONFLICT);
+        let mut table = two();
+        // The same again, and another one.
+        assert_eq!(table.register(A, Registration::Add { new: 10 }), Ok(()));
+        assert_eq!(table.register(A, Registration::Add { new: 12 }), conflict);
+        let replace = |current, new| Registration::Replace { current, new };
+        assert_eq!(table.register(A, replace(Some(11), 12)), conflict);
+        assert_eq!(table.register(A, replace(Some(10), 12)), Ok(()));
+        assert_eq!(table.register(A, replace(None, 13)), Ok(()));
+        assert_eq!(table.register(C, replace(Some(0), 14)), conflict);
+        assert_eq!(table.register(C, replace(None, 14)), Ok(()));
+        let unregister = |current| Registration::Remove { current };
+        assert_eq!(table.register(A, unregister(Some(10))), conflict);
+        assert_eq!(table.register(A, unregister(Some(13))), Ok(()));
+        assert_eq!(table.register(A, unregister(None)), conflict);
+        assert_eq!(table.register(C, unregister(None)), Ok(()));
+        assert_eq!(table.registrants.len(), 1);
+    }
+
+    #[test]
+    fn a_reservation_ends_with_its_holder() {
+        let mut table = held(Kind::WriteExclusive);
+        let unregister = Registration::Remove { current: None };
+        table.register(B, unregister).unwrap();
+        assert_eq!(rights(&table), [ALL, READ, READ]);
+        table.register(A, unregister).unwrap();
+        assert_eq!(rights(&table), [ALL; 3]);
+        // With the last one, if all hold it.
+        let mut table = held(Kind::ExclusiveAccessAllRegistrants);
+        table.register(A, unregister).unwrap();
+        assert_eq!(rights(&table), [NONE, ALL, NONE]);
+        table.register(B, unregister).unwrap();
+        assert_eq!(rights(&table), [ALL; 3]);
+    }
+
+    #[test]
+    fn a_reservation_is_acquired_once_and_released_by_its_holder() {
+        let conflict = Err(Status::RESERVATION_CONFLICT);
+        let kind = Kind::WriteExclusive;
+        let mut table = two();
+        let acquire = (Acquire::Acquire, kind);
+        assert_eq!(table.acquire(A, 11, acquire), conflict, "B's key");
+        assert_eq!(table.acquire(C, 0, acquire), conflict, "not registered");
+        assert_eq!(table.acquire(A, 10, acquire), Ok(()));
+        assert_eq!(table.acquire(A, 10, acquire), Ok(()));
+        assert_eq!(table.acquire(B, 11, acquire), conflict);
+        let other = (Acquire::Acquire, Kind::ExclusiveAccess);
+        assert_eq!(table.acquire(A, 10, other), conflict);
+        // Of another one, nothing happens.
+        let release = Release::Release(kind);
+        assert_eq!(table.release(B.host, 11, release), Ok(()));
+        assert_eq!(rights(&table), [ALL, READ, READ]);
+        let wrong = Release::Release(Kind::ExclusiveAccess);
+        assert_eq!(table.release(A.host, 10, wrong), Err(Status::INVALID_FIELD));
+        assert_eq!(table.release(C.host, 0, release), conflict);
+        assert_eq!(table.release(A.host, 10, release), Ok(()));
+        assert_eq!(rights(&table), [ALL; 3]);
+        let mut table = held(kind);
+        assert_eq!(table.release(B.host, 11, Release::Clear), Ok(()));
+        assert_eq!(table.registrants, []);
+        assert_eq!(rights(&table), [ALL; 3]);
+    }
+
+    #[test]
+    fn preempting_takes_registrations_and_the_reservation() {
+        let conflict = Err(Status::RESERVATION_CONFLICT);
+        let kind = Kind::ExclusiveAccess;
+        // The holder's.
+        let mut table = held(Kind::WriteExclusive);
+        let preempt = |key| (Acquire::Preempt(key), kind);
+        assert_eq!(table.acquire(B, 11, preempt(99)), conflict);
+        assert_eq!(table.acquire(B, 11, preempt(10)), Ok(()));
+        assert_eq!(rights(&table), [NONE, ALL, NONE]);
+        assert_eq!(table.check_key(A.host, 10), conflict);
+        // Another one's, which leaves the reservation.
+        let mut table = held(Kind::WriteExclusive);
+        assert_eq!(table.acquire(A, 10, preempt(11)), Ok(()));
+        assert_eq!(table.check_key(B.host, 11), conflict);
+        assert_eq!(rights(&table), [ALL, READ, READ]);
+        // The own one, to change the kind.
+        assert_eq!(table.acquire(A, 10, preempt(10)), Ok(()));
+        assert_eq!(rights(&table), [ALL, NONE, NONE]);
+        // A reservation of all: of one, then of all others.
+        let mut table = held(Kind::WriteExclusiveAllRegistrants);
+        table.register(C, Registration::Add { new: 12 }).unwrap();
+        assert_eq!(table.acquire(B, 11, preempt(12)), Ok(()));
+        assert_eq!(rights(&table), [ALL, ALL, READ]);
+        assert_eq!(table.acquire(B, 11, preempt(0)), Ok(()));
+        assert_eq!(rights(&table), [NONE, ALL, NONE]);
+        assert_eq!(table.registrants.len(), 1);
+    }
+
+    #[test]
+    fn what_persists_outlives_a_loss_of_power() {
+        let kind = Kind::WriteExclusive;
+        let mut table = held(kind);
+        table.lose_power();
+        assert_eq!(rights(&table), [ALL; 3]);
+        let mut table = held(kind);
+        table.set_persists(true);
+        table.lose_power();
+        assert_eq!(rights(&table), [ALL, READ, READ]);
+        // Without an identifier, nothing outlives a reset.
+        let unnamed = Caller {
+            host: Host::OfController(2),
+            controller: 2,
+        };
+        let mut table = Table::default();
+        let register = Registration::Add { new: 1 };
+        table.register(unnamed, register).unwrap();
+        table.acquire(unnamed, 1, (Acquire::Acquire, kind)).unwrap();
+        assert_eq!(rights(&table), [READ; 3]);
+        table.forget_controller(1);
+        assert_eq!(rights(&table), [READ; 3]);
+        table.forget_controller(2);
+        assert_eq!(rights(&table), [ALL; 3]);
+    }
+
+    #[test]
+    fn registrations_have_a_limit() {
+        let mut table = Table::default();
+        for n in 0..MOST as u16 {
+            let register = Registration::Add { new: n.into() };
+            assert_eq!(table.register(caller(n), register), Ok(()));
+        }
+        let register = Registration::Add { new: 1 };
+        let refused = table.register(caller(99), register);
+        assert_eq!(refused, Err(Status::INTERNAL_ERROR));
+    }
+
+    #[test]
+    fn a_report_has_each_registrant_in_both_formats() {
+        let table = held(Kind::WriteExclusiveRegistrantsOnly);
+        let report = table.report(false);
+        assert_eq!(report.len(), 24 + 2 * 24);
+        assert_eq!(report[..10], [2, 0, 0, 0, 3, 2, 0, 0, 0, 0]);
+        let of_a = &report[24..48];
+        assert_eq!((of_a[0], of_a[2], of_a[8], of_a[16]), (0, 1, 100, 10));
+        let of_b = &report[48..];
+        assert_eq!((of_b[0], of_b[2], of_b[8], of_b[16]), (1, 0, 101, 11));
+        let report = table.report(true);
+        assert_eq!(report.len(), 64 + 2 * 64);
+        let of_b = &report[128..];
+        assert_eq!((of_b[0], of_b[2], of_b[8], of_b[16]), (1, 0, 11, 101));
+    }
+}
