@@ -95,6 +95,7 @@ fn main() {
         start::a_guest_that_does_not_power_off_is_ended_by_force_only,
         sharing::two_vms_use_their_own_drives_of_one_lender,
         shared::two_guests_reserve_a_shared_namespace,
+        shared::two_guests_mount_a_cluster_file_system_on_a_shared_namespace,
         sharing::a_device_that_another_vm_has_is_refused_with_the_name_of_that_vm,
         loss::a_killed_qemu_gives_its_device_back_and_its_neighbour_goes_on,
         loss::a_killed_backend_gives_its_device_back,

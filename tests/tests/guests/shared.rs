@@ -168,3 +168,99 @@ pub fn two_guests_reserve_a_shared_namespace(cluster: &Cluster) -> anyhow::Resul
     a.power_off()?;
     passed()
 }
+
+/// Names of the guests, which are nodes of the cluster, and their addresses.
+const NODES: [(&str, &str); 2] = [("a", "10.9.0.1"), ("b", "10.9.0.2")];
+
+/// Makes a guest a node of the cluster that the file system has.
+fn join_cluster(guest: &Guest<'_>, (name, address): (&str, &str)) -> anyhow::Result<()> {
+    let mut file = "cluster:\n\tnode_count = 2\n\tname = farside\n".to_owned();
+    for (number, (name, address)) in NODES.iter().enumerate() {
+        file += &format!(
+            "\nnode:\n\tip_port = 7777\n\tip_address = {address}\n\tnumber = {number}\n\tname = {name}\n\tcluster = farside\n"
+        );
+    }
+    // Its tools look for mounted devices there.
+    guest.sh("mkdir -p /etc/ocfs2 && ln -sf /proc/mounts /etc/mtab")?;
+    guest.write_file("/etc/ocfs2/cluster.conf", file.as_bytes())?;
+    let join = format!(
+        "modprobe -a virtio_net ocfs2 ocfs2_stack_o2cb
+        hostname {name}
+        ip addr add {address}/24 dev eth0 && ip link set lo up && ip link set eth0 up
+        mountpoint -q /sys/kernel/config || mount -t configfs configfs /sys/kernel/config
+        sysctl -w fs.ocfs2.nm.hb_ctl_path=$(which ocfs2_hb_ctl)
+        o2cb register-cluster farside"
+    );
+    guest.sh(&join).map(drop)
+}
+
+pub fn two_guests_mount_a_cluster_file_system_on_a_shared_namespace(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    const FILES: usize = 40;
+    let image = cluster.image("shared", 256 * MIB)?;
+    let file = cluster.directory().join("shared.reservations");
+    let disks = DISKS.map(|id| format!("{id}={},shared={}", image.display(), file.display()));
+    let lender = cluster.lend(&["--nvme", &disks[0], "--nvme", &disks[1]])?;
+    let _backends = [
+        cluster.serve("a", &DISKS[..1]).start()?,
+        cluster.serve("b", &DISKS[1..]).start()?,
+    ];
+    let wire = cluster.directory().join("wire.sock");
+    let boot = |(name, _): (&str, &str), server: &str, mac: u8| {
+        let wire = format!(
+            "stream,id=wire,server={server},addr.type=unix,addr.path={}",
+            wire.display()
+        );
+        let card = format!("virtio-net-pci,netdev=wire,romfile=,mac=52:54:00:00:00:{mac:02x}");
+        let guest = cluster.guest(name).whole();
+        guest.args(&["-netdev", &wire, "-device", &card]).boot()
+    };
+    let (a, b) = (boot(NODES[0], "on", 1)?, boot(NODES[1], "off", 2)?);
+    let guests = [&a, &b];
+    for (guest, node) in guests.iter().zip(NODES) {
+        guest.wait_disk()?;
+        join_cluster(guest, node)?;
+    }
+    a.sh("mkfs.ocfs2 -N 2 -b 4K -C 4K --cluster-stack=o2cb --cluster-name=farside --force /dev/nvme0n1")?;
+    for guest in guests {
+        guest.sh_within(
+            "mkdir -p /mnt && mount.ocfs2 /dev/nvme0n1 /mnt",
+            farside_tests::BOOT,
+        )?;
+    }
+    // Both in one directory, while workers are killed.
+    a.sh("mkdir /mnt/both")?;
+    let make = format!(
+        "for n in $(seq {FILES}); do
+            echo of $(hostname) $n >/mnt/both/$(hostname)$n && sync /mnt/both/$(hostname)$n || exit 1
+        done"
+    );
+    let making = [a.exec_start(&make, SHORT)?, b.exec_start(&make, SHORT)?];
+    for disk in DISKS {
+        kill_process(worker(lender.pid(), disk)?, Signal::KILL)?;
+    }
+    for made in making {
+        let output = made.wait()?;
+        ensure!(output.success(), "{output}");
+    }
+    let sum = "cd /mnt/both && for name in *; do echo $name $(cat $name); done | sha256sum";
+    let mut expected: Vec<String> = Vec::new();
+    for (name, _) in NODES {
+        expected.extend((1..=FILES).map(|n| format!("{name}{n} of {name} {n}\n")));
+    }
+    expected.sort();
+    let expected = farside_tests::sha256(expected.concat().as_bytes());
+    for guest in guests {
+        let found = guest.sh(sum)?;
+        ensure!(found.starts_with(&expected), "{found}");
+    }
+    for guest in guests {
+        guest.sh_within("cd / && umount /mnt", farside_tests::BOOT)?;
+    }
+    a.sh("fsck.ocfs2 -f -n /dev/nvme0n1")?;
+    check::no_faults(cluster, &DISKS)?;
+    b.power_off()?;
+    a.power_off()?;
+    passed()
+}
