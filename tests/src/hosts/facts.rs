@@ -116,6 +116,24 @@ pub struct PlugFacts {
     pub works_again: bool,
 }
 
+/// Facts about an NVMe device of another host that is attached twice to a running VM, beside one that it has had from its
+/// start. LUT entries are those of the lender's endpoint.
+#[derive(Clone, Debug, Default)]
+pub struct NtbPlugFacts {
+    /// LUT entries in use before that.
+    pub entries_before: u64,
+    /// And afterwards.
+    pub entries_after: u64,
+    /// While both are, each time.
+    pub entries_of_both: Vec<u64>,
+    /// Of them, of the attached one.
+    pub entries_of_disk: Vec<u64>,
+    /// Whether the guest read back what it wrote, and the image has it, each time.
+    pub data_ok: Vec<bool>,
+    /// The same of the first device afterwards.
+    pub other_goes_on: bool,
+}
+
 /// Facts about two NVMe functions of one IOMMU group, lent to one VM.
 #[derive(Clone, Debug, Default)]
 pub struct GroupFacts {
@@ -317,6 +335,28 @@ impl PlugFacts {
                 self.is_refused_by_name,
             ),
             check("the next guest read the data", self.works_again),
+        ]
+    }
+}
+
+impl NtbPlugFacts {
+    /// The conditions to hold, and whether they do.
+    pub fn checks(&self) -> Vec<(String, bool)> {
+        let check = |what: &str, holds| (what.to_owned(), holds);
+        vec![
+            check(
+                "the guest read what it wrote to the attached device, and the image has it, twice",
+                self.data_ok == [true, true],
+            ),
+            check(
+                "it used the windows of the VM's other device",
+                self.entries_of_disk.iter().all(|&used| used > 0)
+                    && self.entries_of_both == [self.entries_before; 2],
+            ),
+            check(
+                "which goes on with its windows",
+                self.other_goes_on && self.entries_after == self.entries_before,
+            ),
         ]
     }
 }

@@ -37,7 +37,8 @@ mod with_fio;
 
 pub use cloud_hypervisor::{CloudHypervisorFacts, cloud_hypervisor};
 pub use facts::{
-    Facts, GroupFacts, NetworkFacts, NtbMoves, PeerFacts, PlugFacts, SharingFacts, VfFacts,
+    Facts, GroupFacts, NetworkFacts, NtbMoves, NtbPlugFacts, PeerFacts, PlugFacts, SharingFacts,
+    VfFacts,
 };
 pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::{Programs, stripped};
@@ -91,6 +92,11 @@ pub fn moves_through_ntb(set: &Set<'_>) -> Result<NtbMoves> {
 /// A physical device is attached to a running guest of its host, and detached.
 pub fn plugged(set: &Set<'_>) -> Result<PlugFacts> {
     plugged::plugged(set)
+}
+
+/// The same with a device of another host, through an NTB.
+pub fn plugged_through_ntb(set: &Set<'_>) -> Result<NtbPlugFacts> {
+    plugged::plugged_through_ntb(set)
 }
 
 /// Two functions of one IOMMU group, lent to one VM.

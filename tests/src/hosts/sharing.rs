@@ -92,7 +92,7 @@ fn play(set: &Set<'_>, a: &Host, b: &Host, facts: &mut SharingFacts) -> Result<(
 }
 
 /// LUT entries in use of the lender's endpoint.
-fn lut_entries(lender: &Host) -> Result<u64> {
+pub(super) fn lut_entries(lender: &Host) -> Result<u64> {
     let status = lender.status()?.0;
     let mut limits = status.lenders.iter().flat_map(|lender| &lender.limits);
     let found = limits.find(|limit| limit.resource == Resource::NtbLutEntries);

@@ -17,7 +17,7 @@ fn main() {
     let mut args = Arguments::from_args();
     // Each runs two or three VMs, some of them nested, and uses the whole machine.
     args.test_threads.get_or_insert(1);
-    let tests: [(&str, Test); 9] = [
+    let tests: [(&str, Test); 10] = [
         (
             "a_guest_uses_a_physical_drive_of_its_own_host",
             a_guest_uses_a_physical_drive_of_its_own_host,
@@ -41,6 +41,10 @@ fn main() {
         (
             "a_physical_drive_is_attached_to_a_running_guest",
             a_physical_drive_is_attached_to_a_running_guest,
+        ),
+        (
+            "a_physical_drive_of_another_host_is_attached_to_a_running_guest",
+            a_physical_drive_of_another_host_is_attached_to_a_running_guest,
         ),
         (
             "a_guest_uses_two_functions_of_one_iommu_group",
@@ -105,6 +109,13 @@ fn a_vm_with_a_physical_drive_moves_through_an_ntb(set: &Set<'_>) -> anyhow::Res
 
 fn a_physical_drive_is_attached_to_a_running_guest(set: &Set<'_>) -> anyhow::Result<()> {
     let facts = hosts::plugged(set)?;
+    judge(facts.checks(), &facts)
+}
+
+fn a_physical_drive_of_another_host_is_attached_to_a_running_guest(
+    set: &Set<'_>,
+) -> anyhow::Result<()> {
+    let facts = hosts::plugged_through_ntb(set)?;
     judge(facts.checks(), &facts)
 }
 
