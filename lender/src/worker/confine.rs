@@ -58,8 +58,8 @@ impl Kind {
     /// Its system calls, beside those of all workers.
     fn calls(self) -> &'static [i64] {
         match self {
-            // The timer of a device with limits, and the lock of reservations.
-            Self::Model => &[libc::SYS_timerfd_settime, libc::SYS_flock],
+            // The timer of a device with limits.
+            Self::Model => &[libc::SYS_timerfd_settime],
             // The eventfds of interrupts that are relayed.
             Self::Function | Self::Server => &[libc::SYS_epoll_create1, libc::SYS_epoll_ctl],
         }
@@ -108,10 +108,10 @@ pub(super) fn give_up_privileges(keep: CapabilitySet) -> Result<(), ConfineError
     confine::give_up_paths(&[]).map(drop)
 }
 
-/// Restricts the system calls of all threads of this process.
-pub(super) fn restrict_system_calls(device: Kind) -> Result<(), ConfineError> {
+/// Restricts the system calls of all threads of this process, which may lock the files `locks`.
+pub(super) fn restrict_system_calls(device: Kind, locks: &[u64]) -> Result<(), ConfineError> {
     refusing_open()?.install()?;
-    filter(device, SeccompAction::KillProcess)?.install()
+    filter(device, locks, SeccompAction::KillProcess)?.install()
 }
 
 /// Forbids all threads of this process to send descriptors, once the borrower has those of the
@@ -150,7 +150,7 @@ const ALLOWED: &[i64] = &[
 ];
 
 /// The filter: any other system call has `otherwise` as its result.
-fn filter(device: Kind, otherwise: SeccompAction) -> Result<Filter, ConfineError> {
+fn filter(device: Kind, locks: &[u64], otherwise: SeccompAction) -> Result<Filter, ConfineError> {
     let pid = [getpid().as_raw().unsigned_abs().into()];
     let ioctls = device.ioctls();
     let conditional = [
@@ -165,7 +165,10 @@ fn filter(device: Kind, otherwise: SeccompAction) -> Result<Filter, ConfineError
         (libc::SYS_prlimit64, 2, Argument::Null),
         (libc::SYS_statx, 2, Argument::has(&EMPTY_PATH)),
     ];
-    let conditional = [&conditional[..], &confine::common(&pid)].concat();
+    let mut conditional = [&conditional[..], &confine::common(&pid)].concat();
+    if !locks.is_empty() {
+        conditional.push((libc::SYS_flock, 0, Argument::Is(locks)));
+    }
     SystemCalls::new(&[COMMON, ALLOWED, device.calls()].concat(), &conditional).allowed(otherwise)
 }
 
@@ -186,7 +189,7 @@ mod tests {
             let null = File::open("/dev/null").unwrap();
             let eperm = SeccompAction::Errno(libc::EPERM as u32);
             refusing_open().unwrap().install_for_thread().unwrap();
-            filter(Kind::Function, eperm)
+            filter(Kind::Function, &[9000], eperm)
                 .unwrap()
                 .install_for_thread()
                 .unwrap();
@@ -205,6 +208,9 @@ mod tests {
                 Err(MmapRegionError::Mmap(error)) => assert!(refused(error)),
                 other => panic!("{other:?}"),
             }
+            // The image of a model is locked by the lender.
+            let unlocked = rustix::fs::flock(&null, rustix::fs::FlockOperation::Unlock);
+            assert_eq!(unlocked, Err(rustix::io::Errno::PERM));
             // What it has stays usable.
             null.try_clone().unwrap();
         });

@@ -1,6 +1,6 @@
 //! The software model that a worker serves.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use farside_daemon::DeviceId;
 use farside_devices::{
@@ -22,13 +22,15 @@ type Error = Box<dyn std::error::Error + Send + Sync>;
 type Next<'a> = &'a mut dyn FnMut() -> Result<OwnedFd, WorkerError>;
 
 /// Creates a software model, whose image or tap interface, if it has one, is the next descriptor, and the file of
-/// reservations of a shared namespace the one after that.
+/// reservations of a shared namespace the one after that, which is added to `locks`.
 pub(super) fn create(
     id: &DeviceId,
     model: Model,
     next: Next<'_>,
+    locks: &mut Vec<u64>,
 ) -> Result<Box<dyn Device>, WorkerError> {
-    type Open = fn(&DeviceId, &str, Image, Next<'_>) -> Result<Box<dyn Device>, Error>;
+    type Open =
+        fn(&DeviceId, &str, Image, Next<'_>, &mut Vec<u64>) -> Result<Box<dyn Device>, Error>;
     let (config, size, punches_holes, open): (_, _, _, Open) = match model {
         Model::DmaTest => return Ok(Box::new(DmaTest::new())),
         Model::VirtioNet { config } => {
@@ -50,7 +52,7 @@ pub(super) fn create(
         size,
         punches_holes,
     };
-    open(id, &config, image, next).map_err(WorkerError::Device)
+    open(id, &config, image, next, locks).map_err(WorkerError::Device)
 }
 
 fn nvme(
@@ -58,11 +60,14 @@ fn nvme(
     config: &str,
     image: Image,
     next: Next<'_>,
+    locks: &mut Vec<u64>,
 ) -> Result<Box<dyn Device>, Error> {
     let config: nvme::Config = serde_json::from_str(config)?;
     let mut nvme = Nvme::with_image(id, &config, image)?;
     if config.shared.is_some() {
-        let file = config.check_reservations(next()?.into(), id, None)?;
+        let file = next()?;
+        locks.push(file.as_raw_fd().unsigned_abs().into());
+        let file = config.map_reservations(file.into(), id)?;
         nvme = nvme.sharing(&config, file)?;
     }
     Ok(Box::new(nvme))
@@ -73,6 +78,7 @@ fn virtio_blk(
     config: &str,
     image: Image,
     _: Next<'_>,
+    _: &mut Vec<u64>,
 ) -> Result<Box<dyn Device>, Error> {
     let config = serde_json::from_str(config)?;
     Ok(Box::new(VirtioBlk::with_image(id, &config, image)?))

@@ -10,6 +10,7 @@ use farside_devices::{
     block::{Image, ImageId},
     dma_test, nvme, state,
 };
+use farside_error_chain::Chain;
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, STATE_PAGE, Transport};
 
@@ -93,7 +94,8 @@ impl WorkerDevice {
                 config.validate()?;
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
                 if let Some(file) = config.open_reservations()? {
-                    config.check_reservations(file, id.as_str(), Some(boot_number()?))?;
+                    let device = (id.as_str(), image.size);
+                    config.prepare_reservations(&file, device, boot_number()?)?;
                 }
                 (config.description(image.size), Some(image), kept)
             }
@@ -243,6 +245,16 @@ impl WorkerDevice {
         }
         if let Some(handle) = handle {
             self.close(vm, handle);
+        }
+    }
+
+    /// The process of a lease is gone, which may be `over`.
+    pub(crate) fn process_gone(&self, over: bool) {
+        if let Kind::Model(model) = &self.device
+            && let Some(config) = model.reservations()
+            && let Err(error) = config.leave_reservations(self.id.as_str(), over)
+        {
+            log::error!("device {}: {}", self.id, Chain(&error));
         }
     }
 

@@ -109,7 +109,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         };
         let block = open_medium(&served, image)?;
         let medium = LentMedium::new(block, (served.size, served.read_only), (id.as_str(), link))?;
-        confine::restrict_system_calls(confine::Kind::Model)?;
+        confine::restrict_system_calls(confine::Kind::Model, &[])?;
         let lease = MediumLease {
             id,
             vm,
@@ -130,6 +130,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         Served::Function(_) => confine::Kind::Function,
         Served::Server { .. } => confine::Kind::Server,
     };
+    let mut locks = Vec::new();
     let source: Box<dyn DeviceSource> = match device {
         Served::Function(config) => {
             // What the IOMMU maps counts as locked. The broker has compared it with the limit, or may
@@ -169,7 +170,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         Served::Model { model, limits } => {
             // Before threads are started: each thread has privileges and Landlock's rules of its own.
             give_up_rights(CapabilitySet::empty())?;
-            let device = create(&id, model, &mut next)?;
+            let device = create(&id, model, &mut next, &mut locks)?;
             let adapter = Adapter::with_tables(limits, calls.clone());
             Box::new(ModelDevice::new(&id, device, adapter).map_err(failed)?)
         }
@@ -199,7 +200,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
             raised.raise();
             report
         })?;
-    confine::restrict_system_calls(kind)?;
+    confine::restrict_system_calls(kind, &locks)?;
     let state = chain.map(|_| fds.next().ok_or(WorkerError::InvalidLease));
     let lease = Lease {
         connection,

@@ -124,9 +124,7 @@ pub struct NtbPlugFacts {
     pub entries_before: u64,
     /// And afterwards.
     pub entries_after: u64,
-    /// While both are, each time.
-    pub entries_of_both: Vec<u64>,
-    /// Of them, of the attached one.
+    /// Of the attached one, each time.
     pub entries_of_disk: Vec<u64>,
     /// Whether the guest read back what it wrote, and the image has it, each time.
     pub data_ok: Vec<bool>,
@@ -349,12 +347,12 @@ impl NtbPlugFacts {
                 self.data_ok == [true, true],
             ),
             check(
-                "it used the windows of the VM's other device",
-                self.entries_of_disk.iter().all(|&used| used > 0)
-                    && self.entries_of_both == [self.entries_before; 2],
+                "it had windows each time",
+                self.entries_of_disk.len() == 2
+                    && self.entries_of_disk.iter().all(|&used| used > 0),
             ),
             check(
-                "which goes on with its windows",
+                "the VM's other device goes on, with no windows but its own",
                 self.other_goes_on && self.entries_after == self.entries_before,
             ),
         ]

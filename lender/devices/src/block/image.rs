@@ -216,25 +216,27 @@ impl Image {
         }
         let mut options = OpenOptions::new();
         options.read(true).write(writable);
-        if kind.is_block_device() && access == ImageAccess::ReadWrite {
-            // Fails while the device is mounted or otherwise claimed.
-            options.custom_flags(libc::O_EXCL);
-        }
-        let mut file =
-            options
-                .open(path)
-                .map_err(|source| match (source.kind(), source.raw_os_error()) {
-                    (_, Some(libc::EBUSY)) => ImageError::InUse { path: at() },
-                    (io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem, _)
-                        if writable =>
-                    {
-                        ImageError::WriteProtected { path: at(), model }
-                    }
-                    (io::ErrorKind::PermissionDenied, _) => {
-                        ImageError::PermissionDenied { path: at() }
-                    }
-                    _ => io(source),
-                })?;
+        let mut claiming = options.clone();
+        // Fails while the device is mounted or otherwise claimed.
+        claiming.custom_flags(libc::O_EXCL);
+        let opened = match access {
+            ImageAccess::ReadWrite if kind.is_block_device() => claiming.open(path),
+            // Several open it: it is not claimed for longer than this.
+            ImageAccess::Shared if kind.is_block_device() => {
+                claiming.open(path).and_then(|_| options.open(path))
+            }
+            _ => options.open(path),
+        };
+        let mut file = opened.map_err(|source| match (source.kind(), source.raw_os_error()) {
+            (_, Some(libc::EBUSY)) => ImageError::InUse { path: at() },
+            (io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem, _)
+                if writable =>
+            {
+                ImageError::WriteProtected { path: at(), model }
+            }
+            (io::ErrorKind::PermissionDenied, _) => ImageError::PermissionDenied { path: at() },
+            _ => io(source),
+        })?;
         // A read-only device can be opened for writing, but each write fails.
         if kind.is_block_device() && writable && is_read_only(&file).map_err(io)? {
             return Err(ImageError::WriteProtected { path: at(), model });

@@ -13,7 +13,7 @@ use super::{
     namespace::NSID,
     queues::{CompletionQueue, SubmissionQueue},
     registers::MAX_QUEUE_ENTRIES,
-    reservations::Shared,
+    reservations::{self, Shared},
     slots::Work,
     status::Status,
 };
@@ -270,6 +270,14 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
             nvme.features.set_host_identifier(id, is_extended)?;
             DONE
         }
+        features::RESERVATION_MASK if nvme.shared.is_some() => {
+            nvme.features.reservation_mask = command.cdw(11) & 0b1110;
+            DONE
+        }
+        features::RESERVATION_PERSISTENCE if nvme.shared.is_some() => {
+            reservations::set_persistence(nvme, command.cdw(11) & 1 != 0)?;
+            DONE
+        }
         features::QUEUE_COUNT if nvme.queues.has_io_queues() => Err(Status::COMMAND_SEQUENCE_ERROR),
         features::WRITE_CACHE => {
             // A process before this one may have set it, and not have flushed.
@@ -303,8 +311,24 @@ fn get_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
     if !matches!(command.nsid(), 0 | NSID | NSID_ALL) {
         return Err(Status::INVALID_NAMESPACE);
     }
-    if feature == features::HOST_IDENTIFIER && nvme.shared.is_some() {
-        return get_host_identifier(nvme, command, select, dma);
+    if nvme.shared.is_some() {
+        const OF_NAMESPACE: u32 = 1 << 1;
+        const CHANGEABLE: u32 = 1 << 2;
+        let value = match feature {
+            features::HOST_IDENTIFIER => {
+                return get_host_identifier(nvme, command, select, dma);
+            }
+            features::RESERVATION_MASK => Some(nvme.features.reservation_mask),
+            features::RESERVATION_PERSISTENCE => Some(reservations::persistence(nvme)?.into()),
+            _ => None,
+        };
+        if let Some(value) = value {
+            return Ok(Outcome::Done(match select {
+                Select::Current => value,
+                Select::Default => 0,
+                Select::Capabilities => OF_NAMESPACE | CHANGEABLE,
+            }));
+        }
     }
     let result = nvme.features.get(feature, select, command.cdw(11))?;
     if feature == features::TIMESTAMP && select != Select::Capabilities {

@@ -180,19 +180,40 @@ impl Config {
         self.shared.as_ref().map(open).transpose()
     }
 
-    /// Checks the contents of such a `file`, and makes them if it is new, for the device `id` of a host that was booted as
-    /// `boot` says.
+    /// Checks the contents of such a `file`, and makes them if it is new, for the device `id` with an image of `size` bytes, of
+    /// a host that was booted as `boot` says.
     ///
     /// # Errors
     /// [`ConfigError::Reservations`].
-    pub fn check_reservations(
+    pub fn prepare_reservations(
         &self,
-        file: File,
-        id: &str,
-        boot: Option<[u8; 16]>,
-    ) -> Result<ReservationFile, ConfigError> {
-        let mapped = ReservationFile::map(file, id, boot);
-        mapped.map_err(|source| self.reservations_failed(source))
+        file: &File,
+        (id, size): (&str, u64),
+        boot: [u8; 16],
+    ) -> Result<(), ConfigError> {
+        let image = format!("{} {size} {}", self.image.display(), self.block_size);
+        let prepared = ReservationFile::prepare(file, id, boot, &image);
+        prepared.map_err(|source| self.reservations_failed(source))
+    }
+
+    /// Maps a file that was prepared.
+    ///
+    /// # Errors
+    /// [`ConfigError::Reservations`].
+    pub fn map_reservations(&self, file: File, id: &str) -> Result<ReservationFile, ConfigError> {
+        ReservationFile::map(file, id).map_err(|source| self.reservations_failed(source))
+    }
+
+    /// The process that served the device `id` is gone; its lease may be `over`.
+    ///
+    /// # Errors
+    /// [`ConfigError::Reservations`].
+    pub fn leave_reservations(&self, id: &str, over: bool) -> Result<(), ConfigError> {
+        let Some(file) = self.open_reservations()? else {
+            return Ok(());
+        };
+        let left = ReservationFile::leave(&file, id, over);
+        left.map_err(|source| self.reservations_failed(source))
     }
 
     pub(super) fn reservations_failed(&self, source: FileError) -> ConfigError {

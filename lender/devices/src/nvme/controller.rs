@@ -140,7 +140,8 @@ impl Nvme {
     ///
     /// [`ConfigError::Reservations`].
     pub fn sharing(mut self, config: &Config, file: ReservationFile) -> Result<Self, ConfigError> {
-        self.namespace.uuid = file.uuid();
+        let uuid = file.uuid();
+        self.namespace.uuid = uuid.map_err(|source| config.reservations_failed(source.into()))?;
         if config.serial.is_none() {
             // Controllers of one subsystem have one serial number.
             let bytes = self.namespace.uuid[..10].iter();

@@ -27,6 +27,10 @@ pub const TIMESTAMP: u8 = 0x0e;
 
 /// Host identifier, of a controller that shares its namespace.
 pub const HOST_IDENTIFIER: u8 = 0x81;
+/// Which reservation notifications are not wanted. There are none.
+pub const RESERVATION_MASK: u8 = 0x82;
+/// Whether reservations persist through power loss.
+pub const RESERVATION_PERSISTENCE: u8 = 0x83;
 
 /// The selected value of a Get Features (SEL, figure 173).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,6 +84,8 @@ pub struct Features {
     timestamp: Timestamp,
     /// And whether it was given as one of 128 bits.
     host_identifier: (u128, bool),
+    /// [`RESERVATION_MASK`].
+    pub reservation_mask: u32,
 }
 
 impl Features {
@@ -103,6 +109,7 @@ impl Features {
                 by_host: false,
             },
             host_identifier: (0, false),
+            reservation_mask: 0,
         }
     }
 
@@ -239,7 +246,10 @@ impl Features {
 
     /// Whether a feature is namespace specific.
     pub fn is_of_namespace(feature: u8) -> bool {
-        feature == ERROR_RECOVERY
+        matches!(
+            feature,
+            ERROR_RECOVERY | RESERVATION_MASK | RESERVATION_PERSISTENCE
+        )
     }
 
     /// Sets a feature whose value is in the command (5.21). Returns dword 0

@@ -17,6 +17,8 @@ pub const HEALTH: u8 = 0x02;
 const FIRMWARE_SLOT: u8 = 0x03;
 const CHANGED_NAMESPACES: u8 = 0x04;
 const COMMAND_EFFECTS: u8 = 0x05;
+/// Reservation notifications.
+const RESERVATION_NOTIFICATION: u8 = 0x80;
 
 /// Entries of the error log; older ones are dropped.
 pub const ERROR_LOG_ENTRIES: usize = 64;
@@ -84,6 +86,8 @@ impl Logs {
             FIRMWARE_SLOT => firmware_slot(),
             // The namespace never changes.
             CHANGED_NAMESPACES => vec![0; 4096],
+            // No notification is waiting.
+            RESERVATION_NOTIFICATION if reservations => vec![0; 64],
             COMMAND_EFFECTS => command_effects(doorbell_buffer, reservations),
             _ => return None,
         })

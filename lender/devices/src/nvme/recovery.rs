@@ -70,6 +70,7 @@ impl Nvme {
             cmb_control: self.cmb.as_ref().map_or(0, |cmb| cmb.control),
             host_identifier: self.features.host_identifier().0,
             extended_identifier: self.features.host_identifier().1,
+            reservation_mask: self.features.reservation_mask,
             ..Saved::default()
         };
         self.queues.save(&mut saved);
@@ -110,11 +111,13 @@ impl Nvme {
             self.save();
             return Ok(());
         }
+        self.reservations_go_on();
         self.features = Features::restored(self.vectors() - 1, &saved.features);
         // Nothing was set before.
         let _ = self
             .features
             .set_host_identifier(saved.host_identifier, saved.extended_identifier);
+        self.features.reservation_mask = saved.reservation_mask;
         if !saved.ready {
             return Ok(());
         }

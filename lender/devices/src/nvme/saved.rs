@@ -38,6 +38,8 @@ pub struct Saved {
     pub host_identifier: u128,
     /// It has 128 bits. Since version 2.
     pub extended_identifier: bool,
+    /// Since version 2.
+    pub reservation_mask: u32,
 }
 
 impl Snapshot for Saved {

@@ -77,6 +77,7 @@ fn saved() -> Saved {
         cmb_control: 0,
         host_identifier: 0,
         extended_identifier: false,
+        reservation_mask: 0,
     }
 }
 
@@ -254,10 +255,11 @@ fn a_snapshot_without_its_last_fields_has_none_of_what_they_say() {
         cmb_control: 1,
         host_identifier: 1,
         extended_identifier: true,
+        reservation_mask: 1,
         ..expected.clone()
     };
     let mut bytes = postcard::to_stdvec(&all).unwrap();
-    bytes.truncate(bytes.len() - 5);
+    bytes.truncate(bytes.len() - 6);
     assert_eq!(decode::<Saved>(&bytes), Ok(expected));
 }
 

@@ -82,12 +82,14 @@ impl Device for Nvme {
             self.fatal(fault);
             false
         });
-        !pending && !self.block.is_busy() && !self.is_aborting()
+        !pending && !self.block.is_busy()
     }
 
     fn is_polled(&self) -> bool {
         // Else it waits for a register write, or a request.
-        self.queues.are_mapped() && (self.is_running() || self.queues.asserts_line())
+        let is_mapped = self.queues.are_mapped();
+        // Other controllers wake nobody.
+        self.is_aborting() || is_mapped && (self.is_running() || self.queues.asserts_line())
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -104,6 +106,7 @@ impl Device for Nvme {
                 .interrupt(bus.irq, nvme.registers.interrupt_mask);
         });
         let quiet = self.slots.busy() == 0;
+        self.rest();
         if quiet {
             self.queues.forget_translations();
         }
@@ -124,7 +127,9 @@ impl Device for Nvme {
             self.block.release(tag);
         }
         self.slots.clear();
+        self.rest();
         self.forget_session();
+        self.note_reset();
         self.queues.forget_line();
         self.registers = Registers::default();
         if let Some(cmb) = &mut self.cmb {

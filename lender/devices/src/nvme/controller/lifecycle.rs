@@ -59,6 +59,7 @@ impl Nvme {
             self.registers.csts.fatal = true;
             return;
         }
+        self.reservations_begin();
         self.queues.clear();
         // AQA has 12-bit sizes: 4096 entries at most.
         self.queues.create_admin(
@@ -110,6 +111,7 @@ impl Nvme {
     pub(in crate::nvme) fn end_session(&mut self) {
         self.draining = false;
         self.forget_session();
+        self.forget_reservations();
         self.registers.csts.ready = false;
         self.registers.csts.fatal = false;
         self.registers.csts.shutdown = Shutdown::None;
@@ -123,7 +125,6 @@ impl Nvme {
     pub(super) fn forget_session(&mut self) {
         self.queues.clear();
         self.events.clear();
-        self.forget_reservations();
         self.features = Features::new(self.vectors() - 1);
         self.registers.interrupt_mask = 0;
         self.queues.state.mask(0);

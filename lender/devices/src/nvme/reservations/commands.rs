@@ -30,6 +30,10 @@ pub fn execute(
     if command.nsid() != NSID {
         return Err(Status::INVALID_NAMESPACE);
     }
+    // The table has the number of one command that has changed it, and that one may be executed again.
+    if nvme.is_aborting() && command.opcode() != io::RESERVATION_REPORT {
+        return Err(Status::COMMAND_INTERRUPTED);
+    }
     match command.opcode() {
         io::RESERVATION_REGISTER => register(nvme, command, bus),
         io::RESERVATION_REPORT => report(nvme, command, bus),
@@ -80,9 +84,6 @@ fn acquire(
         _ => return Err(Status::INVALID_FIELD),
     };
     let aborts = command.cdw(10) & 7 == PREEMPT_AND_ABORT;
-    if aborts && nvme.is_aborting() {
-        return Err(Status::COMMAND_INTERRUPTED);
-    }
     let version = change(nvme, |table, caller| {
         table.acquire(caller, current, (action, kind))
     })?;
@@ -114,15 +115,9 @@ fn release(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outc
 
 fn report(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outcome, Status> {
     let extended = command.cdw(11) & 1 != 0;
-    // EDS is the format of identifiers that are in use.
-    if let (1.., is_extended) = nvme.features.host_identifier()
-        && is_extended != extended
-    {
-        return Err(Status::HOST_IDENTIFIER_INCONSISTENT);
-    }
     let shared = nvme.shared.as_ref().ok_or(Status::INVALID_OPCODE)?;
     let (table, _) = shared.file.read().map_err(|error| status_of(&error))?;
-    let mut data = table.report(extended);
+    let mut data = table.report(extended)?;
     let asked = (u64::from(command.cdw(10)) + 1) * 4;
     if asked > MAX_TRANSFER {
         return Err(Status::INVALID_FIELD);
@@ -138,6 +133,23 @@ fn report(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outco
         rest = after;
     }
     Ok(Outcome::Done(0))
+}
+
+/// Whether reservations persist through power loss (feature 83h, 5.21.1.27).
+pub fn persistence(nvme: &Nvme) -> Result<bool, Status> {
+    let shared = nvme.shared.as_ref().ok_or(Status::INVALID_FIELD)?;
+    let (table, _) = shared.file.read().map_err(|error| status_of(&error))?;
+    Ok(table.persists())
+}
+
+/// Sets that, by a registrant.
+pub fn set_persistence(nvme: &Nvme, persists: bool) -> Result<(), Status> {
+    let changed = change(nvme, |table, caller| {
+        table.check_registered(caller.host)?;
+        table.set_persists(persists);
+        Ok(())
+    });
+    changed.map(drop)
 }
 
 /// IEKEY.

@@ -5,19 +5,21 @@
 //! | 0 | magic, 8 bytes |
 //! | 8 | UUID of the namespace |
 //! | 24 | the host's boot id when the table was written last |
-//! | 64 | version of the table; its lowest bit is the number of the copy |
-//! | 128 | for each controller 32 bytes: whose it is, whether it has commands in flight, under which version those were checked |
-//! | 4096, 6144 | two copies of the table: length (2 bytes), table |
+//! | 40 | what names the image, its size and that of its blocks |
+//! | 4096 | version of the table; its lowest bit is the number of the copy |
+//! | 4224 | for each controller 32 bytes: whose it is, whether it has commands in flight, under which version those were checked |
+//! | 8192, 10240 | two copies of the table: length (2 bytes; 0: an empty table), table |
 //!
 //! A change is written to the other copy, then the version: who is killed meanwhile has changed nothing. Changes are made
-//! under flock(2), which ends with its process. Commands read the version alone.
+//! under flock(2), which ends with its process. Workers map the file, for what they look at with each command; the lender's
+//! process, which has all leases, does not: who shortens the file would end it.
 
 use std::{
     fs::{File, OpenOptions},
     io,
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{FileExt, OpenOptionsExt},
     path::Path,
-    sync::atomic::Ordering::SeqCst,
+    sync::atomic::{Ordering::SeqCst, fence},
     time::{Duration, Instant},
 };
 
@@ -29,16 +31,19 @@ use super::table::{MOST, Table};
 use crate::block::serial::fnv;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"FSRESRV1");
-const UUID: usize = 8;
-const BOOT: usize = 24;
-const VERSION: usize = 64;
-const CONTROLLERS: usize = 128;
-const CONTROLLER: usize = 32;
-const TABLES: usize = 4096;
+const UUID: u64 = 8;
+const BOOT: u64 = 24;
+const IMAGE: u64 = 40;
+const VERSION: u64 = 4096;
+const CONTROLLERS: u64 = 4224;
+const CONTROLLER: u64 = 32;
+const BUSY: u64 = 8;
+const CHECKED: u64 = 16;
+const TABLES: u64 = 8192;
 const TABLE: usize = 2048;
-const SIZE: usize = TABLES + 2 * TABLE;
+const SIZE: usize = TABLES as usize + 2 * TABLE;
 
-/// Timeout for another process to finish its change of the table, which writes to memory.
+/// Timeout for another process to finish its change of the table, which writes some bytes.
 const LOCKED: Duration = Duration::from_millis(100);
 
 /// Why the file cannot be used.
@@ -47,9 +52,18 @@ pub enum FileError {
     /// Other contents.
     #[error("it has other contents: name a file that farside may create")]
     Foreign,
+    /// Of another namespace.
+    #[error(
+        "it is of another image, of one by another path, or of one with another size or block size: remove the file while \
+         no device that uses it is lent"
+    )]
+    OtherImage,
     /// No number is left.
     #[error("{MOST} devices have used it, which is the limit: remove the file while none is lent")]
     Full,
+    /// A device that has not been lent with it.
+    #[error("it has no number for the device")]
+    Unknown,
     /// Another process holds the lock.
     #[error("another process has had it locked for {LOCKED:?}")]
     Locked,
@@ -63,9 +77,91 @@ pub enum FileError {
     System(#[from] io::Error),
 }
 
-impl From<vm_memory::VolatileMemoryError> for FileError {
-    fn from(error: vm_memory::VolatileMemoryError) -> Self {
-        Self::System(io::Error::other(error))
+/// The file of a namespace, which several lenders of a host must not use for devices of one id.
+#[derive(Clone, Copy, Debug)]
+struct Contents<'a>(&'a File);
+
+impl Contents<'_> {
+    fn bytes<const N: usize>(self, at: u64) -> io::Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.0.read_exact_at(&mut bytes, at)?;
+        Ok(bytes)
+    }
+
+    fn word(self, at: u64) -> io::Result<u64> {
+        self.bytes(at).map(u64::from_le_bytes)
+    }
+
+    fn set_word(self, at: u64, value: u64) -> io::Result<()> {
+        self.0.write_all_at(&value.to_le_bytes(), at)
+    }
+
+    /// The table of a version.
+    fn table(self, version: u64) -> Result<Table, FileError> {
+        let len = usize::from(u16::from_le_bytes(self.bytes(copy(version))?));
+        if len == 0 {
+            return Ok(Table::default());
+        }
+        let mut bytes = vec![0; len.min(TABLE - 2)];
+        self.0.read_exact_at(&mut bytes, copy(version) + 2)?;
+        postcard::from_bytes(&bytes).map_err(|_| FileError::Invalid)
+    }
+
+    /// Writes the table that has that version once the version is written.
+    fn set_table(self, table: &Table, version: u64) -> Result<(), FileError> {
+        let mut bytes = vec![0; 2];
+        bytes.extend(postcard::to_allocvec(table).map_err(io::Error::other)?);
+        let len = u16::try_from(bytes.len() - 2).map_err(|_| FileError::Invalid)?;
+        if bytes.len() > TABLE {
+            return Err(FileError::Invalid);
+        }
+        bytes[..2].copy_from_slice(&len.to_le_bytes());
+        self.0.write_all_at(&bytes, copy(version))?;
+        Ok(())
+    }
+
+    /// The number of the device `name`, and the first that is free.
+    fn find(self, name: &str) -> io::Result<(Option<u16>, Option<u16>)> {
+        let (mut found, mut free) = (None, None);
+        for n in 0..MOST as u16 {
+            match self.word(at(n))? {
+                owner if owner == owner_of(name) => found = Some(n),
+                0 => free = free.or(Some(n)),
+                _ => {}
+            }
+        }
+        Ok((found, free))
+    }
+
+    /// Changes the table, under the lock. `publish` makes its version known.
+    fn change<E>(
+        self,
+        change: impl FnOnce(&mut Table) -> Result<(), E>,
+        publish: impl FnOnce(u64) -> io::Result<()>,
+    ) -> Result<Result<u64, E>, FileError> {
+        let lock = Lock::take(self.0)?;
+        let version = self.word(VERSION)?;
+        let before = self.table(version)?;
+        let mut table = before.clone();
+        if let Err(error) = change(&mut table) {
+            return Ok(Err(error));
+        }
+        let persists = table.persists() || before.persists();
+        let is_new = table != before;
+        if is_new {
+            self.set_table(&table, version + 1)?;
+            if persists {
+                // Else the version might be on the disk without it.
+                self.0.sync_data()?;
+            }
+            publish(version + 1)?;
+        }
+        drop(lock);
+        // Before a command is answered, also one that was executed by a process that was killed before this.
+        if persists {
+            self.0.sync_data()?;
+        }
+        Ok(Ok(version + u64::from(is_new)))
     }
 }
 
@@ -79,6 +175,9 @@ pub struct ReservationFile {
 
 impl ReservationFile {
     /// Opens `path`, and creates it if there is none: with its own lock, which a duplicate of another descriptor would share.
+    ///
+    /// # Errors
+    /// Those of open(2); it is no regular file.
     pub fn open(path: &Path) -> io::Result<File> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false);
@@ -92,68 +191,89 @@ impl ReservationFile {
         }
     }
 
-    /// Maps the file for the device `name`, in a host that was booted as `boot` says. What does not persist goes if that
-    /// was another time.
-    pub fn map(file: File, name: &str, boot: Option<[u8; 16]>) -> Result<Self, FileError> {
-        let lock = Lock::take(&file)?;
-        let len = file.metadata()?.len();
-        if len == 0 {
-            file.set_len(SIZE as u64)?;
-        } else if len != SIZE as u64 {
-            return Err(FileError::Foreign);
-        }
-        let region = MmapRegion::from_file(FileOffset::new(file.try_clone()?, 0), SIZE)
-            .map_err(io::Error::other)?;
-        let mut this = Self {
-            file: file.try_clone()?,
-            region,
-            controller: 0,
-        };
-        let memory = this.memory();
-        match (memory.load::<u64>(0, SeqCst)?, len) {
-            (MAGIC, _) => {}
-            // New, or its process was killed before it had a magic number.
-            (0, _) => {
+    /// Checks an open file, and makes its contents if it is new, for the device `name`, in a host that was booted as `boot`
+    /// says: what does not persist goes if that was another time. `image` names the namespace's image.
+    ///
+    /// # Errors
+    /// A [`FileError`].
+    pub fn prepare(file: &File, name: &str, boot: [u8; 16], image: &str) -> Result<(), FileError> {
+        let contents = Contents(file);
+        let image = fnv(image.as_bytes()).to_le_bytes();
+        if is_blank(file)? {
+            let lock = Lock::take(file)?;
+            // Not since by another process.
+            if is_blank(file)? {
                 let mut uuid = [0; 16];
                 let random = SystemRandom::new().fill(&mut uuid);
                 random.map_err(|_| io::Error::other("no random numbers"))?;
                 // Version 4 (RFC 9562, 5.4).
                 uuid[6] = uuid[6] & 0x0f | 0x40;
                 uuid[8] = uuid[8] & 0x3f | 0x80;
-                memory.write_slice(&uuid, UUID)?;
-                this.write(&Table::default(), 0)?;
-                memory.store(MAGIC, 0, SeqCst)?;
+                // Not sparse: a store to a mapping cannot report that the disk is full.
+                file.write_all_at(&[0; SIZE], 0)?;
+                let magic = MAGIC.to_le_bytes();
+                file.write_all_at(&[&magic[..], &uuid, &boot, &image].concat(), 0)?;
+                file.sync_data()?;
             }
-            _ => return Err(FileError::Foreign),
+            drop(lock);
         }
-        if let Some(boot) = boot {
-            let mut before = [0; 16];
-            memory.read_slice(&mut before, BOOT)?;
-            if before != boot {
-                let (mut table, version) = this.read()?;
+        check(contents)?;
+        if contents.bytes(IMAGE)? != image {
+            return Err(FileError::OtherImage);
+        }
+        if contents.bytes(BOOT)? != boot {
+            let lose = |table: &mut Table| {
                 table.lose_power();
-                this.write(&table, version)?;
-                memory.write_slice(&boot, BOOT)?;
-                this.file.sync_data()?;
-            }
+                Ok::<(), FileError>(())
+            };
+            contents.change(lose, |version| contents.set_word(VERSION, version))??;
+            file.write_all_at(&boot, BOOT)?;
+            file.sync_data()?;
         }
-        // 0 is nobody's.
-        let owner = fnv(name.as_bytes()) as u64 | 1;
-        let mut free = None;
-        let mut found = None;
-        for n in 0..MOST as u16 {
-            match memory.load::<u64>(at(n), SeqCst)? {
-                it if it == owner => found = Some(n),
-                0 => free = free.or(Some(n)),
-                _ => {}
-            }
+        if let (None, _) = contents.find(name)? {
+            let lock = Lock::take(file)?;
+            let (found, free) = contents.find(name)?;
+            let number = found.or(free).ok_or(FileError::Full)?;
+            contents.set_word(at(number), owner_of(name))?;
+            drop(lock);
         }
-        let controller = found.or(free).ok_or(FileError::Full)?;
-        memory.store(owner, at(controller), SeqCst)?;
-        memory.store(0u32, at(controller) + 8, SeqCst)?;
-        drop(lock);
-        this.controller = controller;
-        Ok(this)
+        Ok(())
+    }
+
+    /// The process that served the device `name` is gone, so it has nothing in flight. If its lease is `over`, what belongs
+    /// to no named host goes, too.
+    ///
+    /// # Errors
+    /// A [`FileError`].
+    pub fn leave(file: &File, name: &str, over: bool) -> Result<(), FileError> {
+        let contents = Contents(file);
+        check(contents)?;
+        let number = contents.find(name)?.0.ok_or(FileError::Unknown)?;
+        contents.set_word(at(number) + BUSY, 0)?;
+        if over {
+            let forget = |table: &mut Table| {
+                table.forget_controller(number);
+                Ok::<(), FileError>(())
+            };
+            contents.change(forget, |version| contents.set_word(VERSION, version))??;
+        }
+        Ok(())
+    }
+
+    /// Maps a file that was [prepared](Self::prepare) for the device `name`.
+    ///
+    /// # Errors
+    /// A [`FileError`].
+    pub fn map(file: File, name: &str) -> Result<Self, FileError> {
+        let contents = Contents(&file);
+        check(contents)?;
+        let controller = contents.find(name)?.0.ok_or(FileError::Unknown)?;
+        let region = MmapRegion::from_file(FileOffset::new(file.try_clone()?, 0), SIZE);
+        Ok(Self {
+            region: region.map_err(io::Error::other)?,
+            file,
+            controller,
+        })
     }
 
     /// The controller's number in the NVM subsystem.
@@ -163,45 +283,38 @@ impl ReservationFile {
 
     /// The numbers of all controllers that have used the file.
     pub fn controllers(&self) -> Vec<u16> {
-        let owner = |n: u16| self.memory().load::<u64>(at(n), SeqCst).unwrap_or(0);
-        (0..MOST as u16).filter(|&n| owner(n) != 0).collect()
+        let all = 0..MOST as u16;
+        all.filter(|&n| self.load(at(n)) != 0).collect()
     }
 
     /// The UUID of the namespace.
-    pub fn uuid(&self) -> [u8; 16] {
-        let mut uuid = [0; 16];
-        // In the mapping.
-        let _ = self.memory().read_slice(&mut uuid, UUID);
-        uuid
+    ///
+    /// # Errors
+    /// Those of pread(2).
+    pub fn uuid(&self) -> io::Result<[u8; 16]> {
+        Contents(&self.file).bytes(UUID)
     }
 
     /// The version of the table.
     pub fn version(&self) -> u64 {
-        // Aligned, and in the mapping.
-        self.memory().load(VERSION, SeqCst).unwrap_or(0)
+        self.load(VERSION)
     }
 
     /// Notes whether the controller has commands in flight. Before they are checked.
     pub fn set_busy(&self, busy: bool) {
-        let _ = self
-            .memory()
-            .store(u32::from(busy), at(self.controller) + 8, SeqCst);
+        self.store(at(self.controller) + BUSY, busy.into());
     }
 
     /// Notes under which version of the table those were checked.
     pub fn set_checked(&self, version: u64) {
-        let _ = self
-            .memory()
-            .store(version, at(self.controller) + 16, SeqCst);
+        self.store(at(self.controller) + CHECKED, version);
     }
 
     /// Whether no other controller has commands in flight that were checked before `version`.
     pub fn others_have_checked(&self, version: u64) -> bool {
-        let memory = self.memory();
         let is_behind = |n: u16| {
-            let busy = memory.load::<u32>(at(n) + 8, SeqCst).unwrap_or(0) != 0;
-            let checked = memory.load::<u64>(at(n) + 16, SeqCst).unwrap_or(0);
-            busy && checked < version
+            let busy = self.load(at(n) + BUSY) != 0;
+            busy && self.load(at(n) + CHECKED) < version
         };
         !(0..MOST as u16).any(|n| n != self.controller && is_behind(n))
     }
@@ -213,15 +326,11 @@ impl ReservationFile {
     pub fn read(&self) -> Result<(Table, u64), FileError> {
         for _ in 0..100 {
             let version = self.version();
-            let copy = copy(version);
-            let memory = self.memory();
-            let len = usize::from(memory.load::<u16>(copy, SeqCst)?);
-            let mut bytes = vec![0; len.min(TABLE - 2)];
-            memory.read_slice(&mut bytes, copy + 2)?;
+            let table = Contents(&self.file).table(version);
+            fence(SeqCst);
             // Two changes later its place has another one.
             if self.version() == version {
-                let table = postcard::from_bytes(&bytes);
-                return Ok((table.map_err(|_| FileError::Invalid)?, version));
+                return Ok((table?, version));
             }
         }
         Err(FileError::Locked)
@@ -235,34 +344,20 @@ impl ReservationFile {
         &self,
         change: impl FnOnce(&mut Table) -> Result<(), E>,
     ) -> Result<Result<u64, E>, FileError> {
-        let lock = Lock::take(&self.file)?;
-        let (mut table, version) = self.read()?;
-        let before = table.clone();
-        if let Err(error) = change(&mut table) {
-            return Ok(Err(error));
-        }
-        if table == before {
-            return Ok(Ok(version));
-        }
-        self.write(&table, version)?;
-        drop(lock);
-        // Before a command that has made it persist is answered.
-        if table.persists() || before.persists() {
-            self.file.sync_data()?;
-        }
-        Ok(Ok(version + 1))
+        Contents(&self.file).change(change, |version| {
+            self.store(VERSION, version);
+            Ok(())
+        })
     }
 
-    /// Writes the table that follows `version`.
-    fn write(&self, table: &Table, version: u64) -> Result<(), FileError> {
-        let bytes = postcard::to_allocvec(table).map_err(io::Error::other)?;
-        let (memory, copy) = (self.memory(), copy(version + 1));
-        let len = u16::try_from(bytes.len()).ok();
-        let len = len.filter(|len| usize::from(*len) <= TABLE - 2);
-        memory.store(len.ok_or(FileError::Invalid)?, copy, SeqCst)?;
-        memory.write_slice(&bytes, copy + 2)?;
-        memory.store(version + 1, VERSION, SeqCst)?;
-        Ok(())
+    /// An aligned word of the mapping.
+    fn load(&self, at: u64) -> u64 {
+        self.memory().load(at as usize, SeqCst).unwrap_or(0)
+    }
+
+    fn store(&self, at: u64, value: u64) {
+        // In the mapping, and aligned.
+        let _ = self.memory().store(value, at as usize, SeqCst);
     }
 
     fn memory(&self) -> VolatileSlice<'_> {
@@ -270,14 +365,39 @@ impl ReservationFile {
     }
 }
 
+/// Whether a file has no contents yet: it is empty, or its zeroes were written by a process that was killed then.
+fn is_blank(file: &File) -> io::Result<bool> {
+    let len = file.metadata()?.len();
+    if len > SIZE as u64 {
+        return Ok(false);
+    }
+    let mut bytes = vec![0; len as usize];
+    file.read_exact_at(&mut bytes, 0)?;
+    Ok(bytes.iter().all(|&byte| byte == 0))
+}
+
+/// Checks that the contents are this file's.
+fn check(contents: Contents<'_>) -> Result<(), FileError> {
+    let is_whole = contents.0.metadata()?.len() == SIZE as u64;
+    match is_whole && contents.word(0)? == MAGIC {
+        true => Ok(()),
+        false => Err(FileError::Foreign),
+    }
+}
+
+/// What stands for a device; 0 is nobody's.
+fn owner_of(name: &str) -> u64 {
+    fnv(name.as_bytes()) as u64 | 1
+}
+
 /// Where a controller's words are.
-fn at(controller: u16) -> usize {
-    CONTROLLERS + usize::from(controller) * CONTROLLER
+fn at(controller: u16) -> u64 {
+    CONTROLLERS + u64::from(controller) * CONTROLLER
 }
 
 /// Where the copy of that version is.
-fn copy(version: u64) -> usize {
-    TABLES + (version & 1) as usize * TABLE
+fn copy(version: u64) -> u64 {
+    TABLES + (version & 1) * TABLE as u64
 }
 
 /// The exclusive lock; of the descriptor, until it is dropped.
@@ -314,16 +434,29 @@ mod tests {
         *,
     };
 
+    fn prepare(path: &Path, name: &str, boot: u8) -> Result<ReservationFile, FileError> {
+        let file = ReservationFile::open(path)?;
+        ReservationFile::prepare(&file, name, [boot; 16], "disk.img")?;
+        ReservationFile::map(file, name)
+    }
+
     fn open(path: &Path, name: &str) -> ReservationFile {
-        let file = ReservationFile::open(path).unwrap();
-        ReservationFile::map(file, name, Some([7; 16])).unwrap()
+        prepare(path, name, 7).unwrap()
     }
 
     fn caller(controller: u16) -> Caller {
         Caller {
-            host: Host::Named(controller.into()),
+            host: Host::Named(controller.into(), true),
             controller,
         }
+    }
+
+    fn register(table: &mut Table) -> Result<(), crate::nvme::status::Status> {
+        table.register(caller(0), Registration::Add { new: 1 })
+    }
+
+    fn count(file: &ReservationFile) -> u8 {
+        file.read().unwrap().0.report(true).unwrap()[5]
     }
 
     #[test]
@@ -334,23 +467,46 @@ mod tests {
         assert_eq!((one.controller(), two.controller()), (0, 1));
         assert_eq!(open(&path, "one").controller(), 0);
         assert_eq!(one.controllers(), [0, 1]);
-        assert_eq!(one.uuid(), two.uuid());
-        assert_ne!(one.uuid(), [0; 16]);
+        assert_eq!(one.uuid().unwrap(), two.uuid().unwrap());
+        assert_ne!(one.uuid().unwrap(), [0; 16]);
         let before = two.version();
-        let register = |table: &mut Table| table.register(caller(0), Registration::Add { new: 1 });
         let version = one.change(register).unwrap().unwrap();
         assert_eq!((version, two.version()), (before + 1, before + 1));
         // A change to nothing is none.
         let none = |_: &mut Table| Ok::<(), ()>(());
         assert_eq!(two.change(none).unwrap(), Ok(version));
         assert_eq!(two.read().unwrap(), one.read().unwrap());
-        assert_eq!(two.read().unwrap().0.report(false)[5], 1);
+        assert_eq!(count(&two), 1);
         // In flight, and checked when it was not yet registered.
         assert!(one.others_have_checked(version));
         two.set_busy(true);
         assert!(!one.others_have_checked(version));
         two.set_checked(version);
         assert!(one.others_have_checked(version));
+        // A lender that starts again changes nothing of that; one whose worker has ended does.
+        two.set_checked(0);
+        open(&path, "two");
+        assert!(!one.others_have_checked(version));
+        ReservationFile::leave(&two.file, "two", false).unwrap();
+        assert!(one.others_have_checked(version));
+    }
+
+    #[test]
+    fn what_belongs_to_no_named_host_goes_with_the_lease() {
+        let directory = tempfile::tempdir().unwrap();
+        let one = open(&directory.path().join("shared"), "one");
+        let unnamed = Caller {
+            host: Host::OfController(0),
+            controller: 0,
+        };
+        let add = |table: &mut Table| table.register(unnamed, Registration::Add { new: 1 });
+        one.change(add).unwrap().unwrap();
+        ReservationFile::leave(&one.file, "one", false).unwrap();
+        assert_eq!(count(&one), 1);
+        ReservationFile::leave(&one.file, "one", true).unwrap();
+        assert_eq!(count(&one), 0);
+        let error = ReservationFile::leave(&one.file, "two", true).unwrap_err();
+        assert!(matches!(error, FileError::Unknown));
     }
 
     #[test]
@@ -358,44 +514,39 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("shared");
         let one = open(&path, "one");
-        let register = |table: &mut Table| table.register(caller(0), Registration::Add { new: 1 });
         one.change(register).unwrap().unwrap();
-        let count = |file: &ReservationFile| file.read().unwrap().0.report(false)[5];
         assert_eq!(count(&open(&path, "one")), 1);
-        let booted = |boot| {
-            let file = ReservationFile::open(&path).unwrap();
-            ReservationFile::map(file, "one", Some([boot; 16])).unwrap()
-        };
-        assert_eq!(count(&booted(8)), 0);
+        assert_eq!(count(&prepare(&path, "one", 8).unwrap()), 0);
         let persist = |table: &mut Table| {
             table.set_persists(true);
-            table.register(caller(0), Registration::Add { new: 1 })
+            register(table)
         };
         one.change(persist).unwrap().unwrap();
-        assert_eq!(count(&booted(9)), 1);
+        assert_eq!(count(&prepare(&path, "one", 9).unwrap()), 1);
         assert!(one.read().unwrap().0.allows(caller(0).host, Group::Write));
     }
 
     #[test]
-    fn other_contents_are_refused() {
+    fn other_contents_and_images_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("shared");
-        std::fs::write(&path, "notes").unwrap();
-        let map = || ReservationFile::map(ReservationFile::open(&path).unwrap(), "one", None);
-        assert!(matches!(map(), Err(FileError::Foreign)));
-        std::fs::write(&path, vec![1; SIZE]).unwrap();
-        assert!(matches!(map(), Err(FileError::Foreign)));
+        for other in ["notes".into(), "x".repeat(SIZE), "x".repeat(2 * SIZE)] {
+            std::fs::write(&path, other).unwrap();
+            assert!(matches!(prepare(&path, "one", 7), Err(FileError::Foreign)));
+        }
         assert!(ReservationFile::open(directory.path()).is_err());
-        // A table that is none.
         std::fs::remove_file(&path).unwrap();
-        map().unwrap();
-        let mut bytes = std::fs::read(&path).unwrap();
-        let at = copy(1);
-        bytes[at] = 0xff;
-        bytes[at + 1..at + 300].fill(0xff);
-        std::fs::write(&path, bytes).unwrap();
-        let file = map().unwrap();
-        assert!(matches!(file.read(), Err(FileError::Invalid)));
+        let file = open(&path, "one").file;
+        let other = ReservationFile::prepare(&file, "two", [7; 16], "other.img");
+        assert!(matches!(other, Err(FileError::OtherImage)));
+        // A table that is none.
+        file.write_all_at(&[0xff; 300], copy(0)).unwrap();
+        assert!(matches!(open(&path, "one").read(), Err(FileError::Invalid)));
+        // Shortened by somebody.
+        file.set_len(100).unwrap();
+        assert!(matches!(prepare(&path, "one", 7), Err(FileError::Foreign)));
+        let left = ReservationFile::leave(&file, "one", true);
+        assert!(matches!(left, Err(FileError::Foreign)));
     }
 
     #[test]
@@ -407,6 +558,8 @@ mod tests {
         let lock = Lock::take(&other).unwrap();
         let none = |_: &mut Table| Ok::<(), ()>(());
         assert!(matches!(one.change(none), Err(FileError::Locked)));
+        // A lender that has used it before starts all the same.
+        open(&path, "one");
         drop(lock);
         assert_eq!(one.change(none).unwrap(), Ok(one.version()));
     }
@@ -418,8 +571,7 @@ mod tests {
         for n in 0..MOST {
             assert_eq!(usize::from(open(&path, &n.to_string()).controller()), n);
         }
-        let file = ReservationFile::open(&path).unwrap();
-        let error = ReservationFile::map(file, "more", None).unwrap_err();
+        let error = prepare(&path, "more", 7).unwrap_err();
         assert!(error.to_string().contains("32 devices"), "{error}");
     }
 }

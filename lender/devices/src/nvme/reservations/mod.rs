@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 pub use file::{FileError, ReservationFile};
 pub use table::{Caller, Group, Host};
 
-pub(super) use commands::execute;
+pub(super) use commands::{execute, persistence, set_persistence};
 
 use super::{command::io, controller::Nvme, status::Status};
 use crate::{Bus, state::Entry};
@@ -31,8 +31,10 @@ pub struct Shared {
     table: Option<Table>,
     /// The version of `table`.
     seen: u64,
-    /// The controllers may have commands in flight that this one has taken.
+    /// It may have commands in flight, as far as others know.
     busy: bool,
+    /// The device was reset, which the table does not show yet.
+    was_reset: bool,
     /// A command that waits for the I/O of preempted hosts.
     aborting: Option<Aborting>,
 }
@@ -52,12 +54,15 @@ impl Shared {
     /// [`FileError::Invalid`].
     pub fn new(file: ReservationFile) -> Result<Self, FileError> {
         let (table, seen) = file.read()?;
+        // Until it is seen to have none: a process before this one had some.
+        file.set_busy(true);
         file.set_checked(seen);
         Ok(Self {
             file,
             table: Some(table),
             seen,
-            busy: false,
+            busy: true,
+            was_reset: false,
             aborting: None,
         })
     }
@@ -168,19 +173,24 @@ impl Nvme {
             controller,
             host: match self.features.host_identifier() {
                 (0, _) => Host::OfController(controller),
-                (id, _) => Host::Named(id),
+                (id, extended) => Host::Named(id, extended),
             },
         }
     }
 
-    /// Completes a command that has waited for the I/O of preempted hosts. Returns whether one waits, or has been completed.
-    pub(super) fn finish_abort(&mut self, bus: &mut Bus<'_>) -> bool {
+    /// Tells other controllers if nothing is in flight.
+    pub(super) fn rest(&mut self) {
         if self.slots.busy() == 0
             && let Some(shared) = &mut self.shared
         {
             shared.rest();
         }
-        let Some(shared) = &mut self.shared else {
+    }
+
+    /// Completes a command that has waited for the I/O of preempted hosts. Returns whether it did.
+    pub(super) fn finish_abort(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.rest();
+        let Some(shared) = self.shared.as_mut().filter(|_| !self.draining) else {
             return false;
         };
         let Some(waiting) = shared.aborting else {
@@ -188,7 +198,7 @@ impl Nvme {
         };
         let is_late = Instant::now() >= waiting.until;
         if !is_late && !shared.file.others_have_checked(waiting.version) {
-            return true;
+            return false;
         }
         shared.aborting = None;
         // The hosts are preempted; their I/O may not have ended.
@@ -211,7 +221,31 @@ impl Nvme {
     pub(super) fn forget_reservations(&mut self) {
         if let Some(shared) = &mut self.shared {
             shared.aborting = None;
+            shared.was_reset = false;
             shared.tidy(Table::forget_controller);
+        }
+    }
+
+    /// The device is reset: as its lease begins, before it is known whether it goes on from a former process's state, as it
+    /// ends, or by its guest. Only a guest that enables the controller anew shows that it does not go on.
+    pub(super) fn note_reset(&mut self) {
+        if let Some(shared) = &mut self.shared {
+            shared.aborting = None;
+            shared.was_reset = true;
+        }
+    }
+
+    /// The controller goes on from the state of a process before this one.
+    pub(super) fn reservations_go_on(&mut self) {
+        if let Some(shared) = &mut self.shared {
+            shared.was_reset = false;
+        }
+    }
+
+    /// The guest enables the controller.
+    pub(super) fn reservations_begin(&mut self) {
+        if self.shared.as_ref().is_some_and(|shared| shared.was_reset) {
+            self.forget_reservations();
         }
     }
 

@@ -4,16 +4,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::nvme::status::Status;
 
-/// Most registrants.
+/// Most controllers, and most registrants.
 pub const MOST: usize = 32;
+
+/// Most registrants by one controller, whose host may call itself otherwise after each reset.
+const MOST_BY_ONE: usize = 4;
 
 /// A host, to which registrations belong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Host {
     /// Of the controller with this number, whose Host Identifier is 0: it is no other controller's (5.21.1.25).
     OfController(u16),
-    /// With this Host Identifier.
-    Named(u128),
+    /// With this Host Identifier, and whether that was given as one of 128 bits.
+    Named(u128, bool),
 }
 
 /// A registration.
@@ -165,6 +168,12 @@ impl Table {
         self.persists
     }
 
+    /// Whether a host has registered.
+    pub fn check_registered(&self, host: Host) -> Result<(), Status> {
+        let found = self.find(host);
+        found.map(drop).ok_or(Status::RESERVATION_CONFLICT)
+    }
+
     /// Sets that.
     pub fn set_persists(&mut self, persists: bool) {
         self.persists = persists;
@@ -189,6 +198,7 @@ impl Table {
     /// Registers, unregisters, or replaces a key.
     pub fn register(&mut self, caller: Caller, action: Registration) -> Result<(), Status> {
         let host = caller.host;
+        self.check_format(host)?;
         let found = self.find(host);
         let has = |current: Option<u64>| match (current, found) {
             (_, None) => false,
@@ -292,12 +302,13 @@ impl Table {
             self.reservation = None;
             self.registrants.clear();
         }
-        self.registrants
-            .retain(|it| matches!(it.host, Host::Named(_)));
+        self.executed.clear();
+        self.remove(|it| matches!(it.host, Host::OfController(_)));
     }
 
-    /// The data structure of Reservation Report (6.13), of 64-bit or 128-bit identifiers.
-    pub fn report(&self, extended: bool) -> Vec<u8> {
+    /// The data structure of Reservation Report (6.13), of 64-bit or 128-bit identifiers, as are in use.
+    pub fn report(&self, extended: bool) -> Result<Vec<u8>, Status> {
+        self.check_format(Host::Named(0, extended))?;
         let (header, entry) = if extended { (64, 64) } else { (24, 24) };
         let mut data = vec![0; header + self.registrants.len() * entry];
         data[..4].copy_from_slice(&self.generation.to_le_bytes());
@@ -310,7 +321,7 @@ impl Table {
             raw[2] = self.holds(it.host).into();
             let id = match it.host {
                 Host::OfController(_) => 0,
-                Host::Named(id) => id,
+                Host::Named(id, _) => id,
             };
             let (id, key) = (id.to_le_bytes(), it.key.to_le_bytes());
             if extended {
@@ -321,7 +332,21 @@ impl Table {
                 raw[16..24].copy_from_slice(&key);
             }
         }
-        data
+        Ok(data)
+    }
+
+    /// Identifiers are of 64 bits or of 128 bits, of all hosts.
+    fn check_format(&self, host: Host) -> Result<(), Status> {
+        let format = |host: Host| match host {
+            Host::OfController(_) => None,
+            Host::Named(_, extended) => Some(extended),
+        };
+        let others = self.registrants.iter().filter_map(|it| format(it.host));
+        let expected = format(host);
+        match expected.is_some_and(|expected| others.into_iter().any(|it| it != expected)) {
+            true => Err(Status::HOST_IDENTIFIER_INCONSISTENT),
+            false => Ok(()),
+        }
     }
 
     fn find(&self, host: Host) -> Option<usize> {
@@ -344,7 +369,9 @@ impl Table {
     }
 
     fn add(&mut self, caller: Caller, key: u64) -> Result<(), Status> {
-        if self.registrants.len() >= MOST {
+        let by_one = |it: &&Registrant| it.controller == caller.controller;
+        let of_controller = self.registrants.iter().filter(by_one).count();
+        if self.registrants.len() >= MOST || of_controller >= MOST_BY_ONE {
             return Err(Status::INTERNAL_ERROR);
         }
         self.registrants.push(Registrant {
@@ -382,7 +409,7 @@ mod tests {
 
     const fn caller(controller: u16) -> Caller {
         Caller {
-            host: Host::Named(100 + controller as u128),
+            host: Host::Named(100 + controller as u128, true),
             controller,
         }
     }
@@ -537,7 +564,7 @@ mod tests {
         table.set_persists(true);
         table.lose_power();
         assert_eq!(rights(&table), [ALL, READ, READ]);
-        // Without an identifier, nothing outlives a reset.
+        // Without an identifier, nothing outlives a reset, nor does the reservation.
         let unnamed = Caller {
             host: Host::OfController(2),
             controller: 2,
@@ -547,6 +574,10 @@ mod tests {
         table.register(unnamed, register).unwrap();
         table.acquire(unnamed, 1, (Acquire::Acquire, kind)).unwrap();
         assert_eq!(rights(&table), [READ; 3]);
+        table.set_persists(true);
+        let mut lost = table.clone();
+        lost.lose_power();
+        assert_eq!(rights(&lost), [ALL; 3]);
         table.forget_controller(1);
         assert_eq!(rights(&table), [READ; 3]);
         table.forget_controller(2);
@@ -554,28 +585,51 @@ mod tests {
     }
 
     #[test]
-    fn registrations_have_a_limit() {
+    fn registrations_have_limits() {
         let mut table = Table::default();
-        for n in 0..MOST as u16 {
-            let register = Registration::Add { new: n.into() };
-            assert_eq!(table.register(caller(n), register), Ok(()));
+        let named = |id: u128, controller| Caller {
+            host: Host::Named(id, true),
+            controller,
+        };
+        let add = |table: &mut Table, caller| table.register(caller, Registration::Add { new: 1 });
+        let refused = Err(Status::INTERNAL_ERROR);
+        // By one controller, whatever its host calls itself.
+        for id in 0..MOST_BY_ONE as u128 {
+            assert_eq!(add(&mut table, named(1000 + id, 0)), Ok(()));
         }
-        let register = Registration::Add { new: 1 };
-        let refused = table.register(caller(99), register);
-        assert_eq!(refused, Err(Status::INTERNAL_ERROR));
+        assert_eq!(add(&mut table, named(2000, 0)), refused);
+        for n in 1..=(MOST - MOST_BY_ONE) as u16 {
+            assert_eq!(add(&mut table, caller(n)), Ok(()));
+        }
+        assert_eq!(add(&mut table, caller(99)), refused);
     }
 
     #[test]
     fn a_report_has_each_registrant_in_both_formats() {
-        let table = held(Kind::WriteExclusiveRegistrantsOnly);
-        let report = table.report(false);
+        let of_64_bits = |number| Caller {
+            host: Host::Named(100 + u128::from(number), false),
+            controller: number,
+        };
+        let (a, b) = (of_64_bits(0), of_64_bits(1));
+        let mut table = Table::default();
+        table.register(a, Registration::Add { new: 10 }).unwrap();
+        table.register(b, Registration::Add { new: 11 }).unwrap();
+        let kind = Kind::WriteExclusiveRegistrantsOnly;
+        table.acquire(a, 10, (Acquire::Acquire, kind)).unwrap();
+        // Formats are not mixed.
+        let inconsistent = Status::HOST_IDENTIFIER_INCONSISTENT;
+        assert_eq!(table.report(true), Err(inconsistent));
+        let other = table.register(C, Registration::Add { new: 12 });
+        assert_eq!(other, Err(inconsistent));
+        let report = table.report(false).unwrap();
         assert_eq!(report.len(), 24 + 2 * 24);
         assert_eq!(report[..10], [2, 0, 0, 0, 3, 2, 0, 0, 0, 0]);
         let of_a = &report[24..48];
         assert_eq!((of_a[0], of_a[2], of_a[8], of_a[16]), (0, 1, 100, 10));
         let of_b = &report[48..];
         assert_eq!((of_b[0], of_b[2], of_b[8], of_b[16]), (1, 0, 101, 11));
-        let report = table.report(true);
+        let table = held(kind);
+        let report = table.report(true).unwrap();
         assert_eq!(report.len(), 64 + 2 * 64);
         let of_b = &report[128..];
         assert_eq!((of_b[0], of_b[2], of_b[8], of_b[16]), (1, 0, 11, 101));

@@ -1,7 +1,7 @@
 //! Two controllers that share a namespace.
 
 use super::{crash, world::*};
-use crate::nvme::{Nvme, reservations::ReservationFile};
+use crate::{Device, nvme::Nvme};
 
 const REGISTER: u8 = 0x0d;
 const REPORT: u8 = 0x0e;
@@ -44,9 +44,9 @@ fn two() -> [Driver; 2] {
 /// The controller with its part of the shared namespace.
 pub fn share(nvme: Nvme, config: &crate::nvme::Config, name: &str) -> Nvme {
     let file = config.open_reservations().unwrap().unwrap();
-    let file: ReservationFile = config
-        .check_reservations(file, name, Some([1; 16]))
-        .unwrap();
+    let device = (name, IMAGE);
+    config.prepare_reservations(&file, device, [1; 16]).unwrap();
+    let file = config.map_reservations(file, name).unwrap();
     nvme.sharing(config, file).unwrap()
 }
 
@@ -200,9 +200,13 @@ fn preempting_waits_for_the_commands_of_others() {
     first.memory.put(DATA + 8, &11u64.to_le_bytes());
     first.submit(1, abort.cdw(10, PREEMPT_AND_ABORT | KIND << 8));
     for _ in 0..20 {
-        assert!(first.poll(), "it looks for the other one");
-        assert!(!first.enable_notifications());
+        first.poll();
+        assert!(first.nvme.is_polled(), "nothing wakes it");
     }
+    // Another change has to wait, as its number would be forgotten.
+    first.memory.put(DATA, &10u64.to_le_bytes());
+    let other = Sqe::new(RELEASE).nsid(1).prp(DATA, 0);
+    assert_eq!(first.io(other.cdw(10, KIND << 8)).status, (0, 0x21));
     assert_eq!(first.take(1), None);
     // It goes on. Without a reservation all may write.
     assert_eq!(second.wait(1).status, OK);
@@ -249,4 +253,62 @@ fn what_is_no_command_is_refused() {
     }
     let wrong = Sqe::new(REGISTER).nsid(2).prp(DATA, 0);
     assert_eq!(first.io(wrong).status, (0, 0xb));
+}
+
+#[test]
+fn a_host_without_an_identifier_keeps_its_reservation_when_its_process_is_killed() {
+    let [mut first, mut second] = two();
+    first.enable();
+    first.create_pair(1, 64);
+    first.keep_state();
+    assert_eq!(register(&mut first, 10).status, OK);
+    assert_eq!(acquire(&mut first, 0, 10, 0).status, OK);
+    first.restart();
+    assert_eq!((write(&mut first), write(&mut second)), (OK, CONFLICT));
+    // Its device is reset, and begins anew.
+    first.nvme.reset();
+    assert_eq!(write(&mut second), CONFLICT);
+    first.enable();
+    assert_eq!(write(&mut second), OK);
+}
+
+#[test]
+fn a_controller_that_is_reset_under_load_holds_nobody_up() {
+    let [mut first, mut second] = two();
+    assert_eq!(register(&mut first, 10).status, OK);
+    assert_eq!(register(&mut second, 11).status, OK);
+    for _ in 0..8 {
+        second.submit(1, Sqe::new(1).nsid(1).prp(DATA, 0).blocks(0, 1));
+    }
+    second.poll();
+    // As its lease ends.
+    second.until("rest", |driver| driver.with(|nvme, bus| nvme.quiesce(bus)));
+    second.nvme.reset();
+    assert_eq!(acquire(&mut first, PREEMPT_AND_ABORT, 10, 11).status, OK);
+    assert_eq!(report(&mut first).1, [0]);
+}
+
+#[test]
+fn a_registrant_has_reservations_persist() {
+    let [mut first, mut second] = two();
+    let set = |driver: &mut Driver, value: u32| {
+        let sqe = Sqe::new(0x09).nsid(1);
+        driver.admin(sqe.cdw(10, 0x83).cdw(11, value)).status
+    };
+    let get = |driver: &mut Driver, feature: u32| {
+        let cqe = driver.admin(Sqe::new(0x0a).nsid(1).cdw(10, feature));
+        (cqe.status, cqe.result)
+    };
+    assert_eq!(set(&mut first, 1), CONFLICT);
+    assert_eq!(register(&mut first, 10).status, OK);
+    assert_eq!((set(&mut first, 1), get(&mut second, 0x83)), (OK, (OK, 1)));
+    // By the command, too.
+    assert_eq!(command(&mut first, REGISTER, 2 << 30, [0, 10]).status, OK);
+    assert_eq!(get(&mut second, 0x83), (OK, 0));
+    let mask = Sqe::new(0x09).nsid(1).cdw(10, 0x82).cdw(11, 0xff);
+    assert_eq!(
+        (first.admin(mask).status, get(&mut first, 0x82)),
+        (OK, (OK, 0xe))
+    );
+    assert_eq!(first.log(0x80, 64), [0; 64]);
 }

@@ -76,6 +76,8 @@ impl Driver {
             watch.restarted(&self.posted());
         }
         let state = self.state.clone().unwrap();
+        // As a lease begins.
+        self.nvme.reset();
         self.nvme.set_state(state, true).unwrap();
         crash::after(match self.faults {
             // Else a process might never get as far as the next.
