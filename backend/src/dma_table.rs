@@ -227,7 +227,10 @@ impl DmaTable {
             // Not the client's. Functions of VFIO groups share an inode.
             Target::Bar(backing) => {
                 let key = (u64::MAX, Arc::as_ptr(&backing.file).addr() as u64, 0);
-                backing.file = self.one_of(key, &backing.file)?;
+                if self.one_of(key, &backing.file).is_err() {
+                    // No more descriptors: it is out of reach, which keeps no device from its RAM.
+                    target = Target::Private;
+                }
             }
         }
         let mapping = Mapping {

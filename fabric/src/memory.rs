@@ -10,7 +10,7 @@ use std::{
     io,
     os::fd::OwnedFd,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -49,7 +49,7 @@ impl MemoryRange {
     /// Which memory this is, whichever descriptor leads to it.
     ///
     /// # Errors
-    /// The error of the system call.
+    /// The error of the system call; the file is not a regular one: functions of VFIO groups share an inode.
     pub fn id(&self) -> io::Result<MemoryId> {
         Ok(MemoryId {
             file: file_id(&self.file)?,
@@ -61,7 +61,7 @@ impl MemoryRange {
 }
 
 /// Two ranges with the same id are the same bytes, with the same rights, while either's file is
-/// open.
+/// open. A part of a function's BAR has an id of its own each time it is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MemoryId {
     /// Device and inode.
@@ -74,7 +74,10 @@ pub struct MemoryId {
 /// Device and inode.
 fn file_id(file: &File) -> io::Result<(u64, u64)> {
     let status = rustix::fs::fstat(file)?;
-    Ok((status.st_dev, status.st_ino))
+    match rustix::fs::FileType::from_raw_mode(status.st_mode) {
+        rustix::fs::FileType::RegularFile => Ok((status.st_dev, status.st_ino)),
+        _ => Err(io::ErrorKind::InvalidInput.into()),
+    }
 }
 
 /// Makes a memfd of `len` zero bytes whose size can never change. `name` shows
@@ -95,8 +98,8 @@ pub(crate) struct MappedFile {
     _charge: Option<Charge>,
     /// [`Backing::identity`].
     file: (u64, u64),
-    /// The function's descriptor, if it is a part of its BAR.
-    function: Option<File>,
+    /// The function's descriptor, if it is a part of its BAR, until the memory is made private.
+    function: Mutex<Option<Arc<File>>>,
     /// Where it begins in the file.
     offset: u64,
     page_size: u64,
@@ -122,7 +125,10 @@ impl MappedFile {
             mapping,
             _charge: charge,
             file: backing.identity,
-            function: backing.is_function.then(|| file.try_clone()).transpose()?,
+            function: Mutex::new(match backing.is_function {
+                true => Some(Arc::new(file.try_clone()?)),
+                false => None,
+            }),
             offset: backing.offset,
             page_size: backing.page_size,
             writable,
@@ -133,6 +139,11 @@ impl MappedFile {
     /// Whether an access found that the file had shrunk.
     pub(crate) fn is_gone(&self) -> bool {
         self.guard.is_gone()
+    }
+
+    fn function(&self) -> MutexGuard<'_, Option<Arc<File>>> {
+        // Replaced as a whole.
+        self.function.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether all of it is the file.
@@ -262,6 +273,8 @@ impl SharedMemory {
         self.mapped.has_private.store(true, Ordering::Relaxed);
         self.mapped.mapping.make_private(self.skip, self.len)?;
         self.is_private.store(true, Ordering::Relaxed);
+        // A late I/O keeps the rest.
+        *self.mapped.function() = None;
         Ok(())
     }
 
@@ -303,8 +316,8 @@ impl HostSlice {
     }
 
     /// The descriptor of the function of whose BAR it is a part, and where it begins in that, bytes.
-    pub fn function(&self) -> Option<(&File, u64)> {
-        let file = self.memory.mapped.function.as_ref()?;
+    pub fn function(&self) -> Option<(Arc<File>, u64)> {
+        let file = self.memory.mapped.function().clone()?;
         Some((file, self.memory.file_offset() + self.offset as u64))
     }
 

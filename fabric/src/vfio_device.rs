@@ -4,7 +4,7 @@
 //! them may change while an IOMMU maps it, which does not notice.
 #![allow(unsafe_code)]
 
-use std::fs::File;
+use std::{fs::File, mem::offset_of};
 
 use rustix::{
     fs::{FileType, Stat, fstatfs},
@@ -27,6 +27,8 @@ struct DeviceInfo {
     flags: u32,
     num_regions: u32,
     num_irqs: u32,
+    /// A driver of another device may take the request for one with a larger structure.
+    rest: [u64; 510],
 }
 
 /// Whether `file`, whose status that is, is a PCI function, by VFIO's group or by its device node.
@@ -39,13 +41,16 @@ pub(crate) fn is_function(file: &File, status: &Stat) -> bool {
         _ => fstatfs(file).is_ok_and(|system| system.f_type as u64 == ANON_INODE_FS_MAGIC),
     };
     let mut info = DeviceInfo {
-        argsz: size_of::<DeviceInfo>() as u32,
+        argsz: offset_of!(DeviceInfo, rest) as u32,
         flags: 0,
         num_regions: 0,
         num_irqs: 0,
+        rest: [0; 510],
     };
     // SAFETY: of a VFIO device this request reads and writes a structure that begins with these fields, no more bytes of it than
-    // `argsz` says. The kernel's other kinds of anonymous files have no such request.
+    // `argsz` says. The kernel's other kinds of anonymous files have no such request. A device node's driver that takes it for
+    // one of its own has room for a page of results, more than any request of this number is known to write; one that
+    // programs make (CUSE), which could ask for more, is made by root.
     let asked = has_kind
         && unsafe {
             let request = Updater::<GET_DEVICE_INFO, _>::new(&mut info);

@@ -137,6 +137,8 @@ struct Slot {
     /// The last issued generation.
     generation: Generation,
     lease: Option<Held>,
+    /// The VM of the last lease, and its user.
+    last: Option<(VmName, Option<u32>)>,
     /// The device's problem, if any.
     problem: Option<String>,
     /// Why its id is not announced.
@@ -153,6 +155,9 @@ struct Slot {
     /// The connection of its last lease was cut, or its process has ended.
     kept: Option<Kept>,
 }
+
+/// The source of functions of this host.
+pub(crate) const FUNCTION: &str = "vfio";
 
 /// Functions that share an IOMMU group, and so a VM.
 #[derive(Debug)]
@@ -290,6 +295,7 @@ impl Registry {
             access: Arc::new(access),
             generation,
             lease: None,
+            last: None,
             problem: None,
             conflict: None,
             availability: Availability::Available,

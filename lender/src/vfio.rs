@@ -301,7 +301,7 @@ impl VfioDevice {
 
 impl Available for VfioDevice {
     fn kind(&self) -> &'static str {
-        "vfio"
+        crate::registry::FUNCTION
     }
 
     fn described(&self) -> &Described {

@@ -148,7 +148,8 @@ impl Domain {
                 return Ok(());
             }
             let checked = state.check(at, memory.len() as u64);
-            // Not for a BAR: the functions of a domain map that of another function once, which all of them reach then.
+            // A BAR of another function has an id of its own each time: the first user's mapping is in the way until that one
+            // unmaps it, and it is not counted that another one uses it.
             let overlaps = matches!(
                 checked,
                 Err(VfioError::Range(FabricError::Overlap { .. }))

@@ -37,8 +37,8 @@ pub enum VfioError {
     /// Another process has it open.
     #[error(
         "{bdf} is in use: another process has {node} open, or still holds a descriptor or a \
-         mapping of the function (a VMM that it was lent to?); end that process first \
-         (`fuser -v {node}` names it)"
+         mapping of the function (a VMM that it was lent to, or another device of that VM, which \
+         has its BAR mapped?); end that VM first (`fuser -v {node}` names the process)"
     )]
     Busy { bdf: Bdf, node: String },
     /// Other members of the IOMMU group have drivers.

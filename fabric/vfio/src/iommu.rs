@@ -166,7 +166,7 @@ impl Iommu {
         let len = memory.len() as u64;
         match memory.function() {
             Some((device, offset)) => {
-                self.map_bar(at, len, (device, offset), memory.as_ptr(), writable)
+                self.map_bar(at, len, (&device, offset), memory.as_ptr(), writable)
             }
             // Shared memory is only ever touched by volatile and atomic accesses.
             None => self.map_address(at, len, memory.as_ptr(), writable),

@@ -8,7 +8,9 @@ use std::{
 use farside_daemon::{DeviceId, VmName};
 use farside_lender_protocol::{ErrorKind, Generation, HeldFence, RemoteError};
 
-use super::{DeviceRequest, Group, Held, Lease, Records, Registry, keep::end_chain, unknown};
+use super::{
+    DeviceRequest, FUNCTION, Group, Held, Lease, Records, Registry, Slot, keep::end_chain, unknown,
+};
 use crate::chains::{Chain, Kept};
 
 /// A lease that the registry has recorded, and the device's thread does not have yet. Holds the
@@ -42,6 +44,7 @@ impl<'a> Grant<'a> {
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
         fences.borrowed(id, vm);
         slot.generation = generation;
+        slot.last = Some((vm.to_owned(), user));
         slot.lease = Some(Held {
             vm: vm.to_owned(),
             user,
@@ -86,6 +89,7 @@ impl Registry {
     pub(crate) fn adopt(&self, id: &DeviceId, vm: &VmName, generation: Generation, since: Instant) {
         if let Some(slot) = self.lock().slots.get_mut(id) {
             slot.generation = slot.generation.max(generation);
+            slot.last = Some((vm.to_owned(), None));
             slot.lease = Some(Held {
                 vm: vm.to_owned(),
                 user: None,
@@ -115,6 +119,7 @@ impl Registry {
         }
         slot.check_kept(id, vm)?;
         records.check_group(id, vm, user)?;
+        records.check_reached(id, vm, user)?;
         Grant::begin(records, id, vm, user, None, false)
     }
 
@@ -127,6 +132,39 @@ impl Registry {
 }
 
 impl Records {
+    /// Refuses a function whose BAR another function may still reach: one that the VM has which had this one last. With VFIO
+    /// type1 a mapping of a BAR lasts until it is unmapped, which a worker that was killed has not done.
+    fn check_reached(
+        &self,
+        id: &DeviceId,
+        vm: &VmName,
+        user: Option<u32>,
+    ) -> Result<(), RemoteError> {
+        let function = |slot: &&Slot| slot.source == FUNCTION;
+        let slot = self.slots.get(id).filter(function);
+        let Some((former, former_user)) = slot.and_then(|slot| slot.last.as_ref()) else {
+            return Ok(());
+        };
+        if former == vm && *former_user == user {
+            return Ok(());
+        }
+        let has = |slot: &Slot| {
+            let is_leased = |held: &Held| held.vm == *former && held.user == *former_user;
+            slot.lease.as_ref().is_some_and(is_leased)
+                || slot.kept.as_ref().is_some_and(|kept| kept.vm == *former)
+        };
+        let mut others = self.slots.iter().filter(|(_, slot)| function(slot));
+        match others.find(|(other, slot)| *other != id && has(slot)) {
+            None => Ok(()),
+            Some((other, _)) => Err(RemoteError {
+                kind: ErrorKind::Busy,
+                message: format!(
+                    "device {id} may still be reached by {other}: VM {former}, which had both, has to return {other} first"
+                ),
+            }),
+        }
+    }
+
     /// Refuses a function while another of its IOMMU group has another VM, or one of that name of another user: both would
     /// reach the memory of either.
     fn check_group(

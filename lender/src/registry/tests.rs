@@ -3,6 +3,14 @@ use farside_lender_protocol::BarOwner;
 use super::*;
 
 fn add(registry: &Registry, id: &DeviceId) -> mpsc::Receiver<DeviceRequest> {
+    add_of(registry, id, "model")
+}
+
+fn add_of(
+    registry: &Registry,
+    id: &DeviceId,
+    source: &'static str,
+) -> mpsc::Receiver<DeviceRequest> {
     let (sender, requests) = mpsc::sync_channel(MAX_REQUESTS);
     let description = farside_pci::Description {
         config: vec![0; 256],
@@ -21,7 +29,7 @@ fn add(registry: &Registry, id: &DeviceId) -> mpsc::Receiver<DeviceRequest> {
     let queue = RequestQueue::new(sender, Wakeup::new().unwrap());
     let access = Access::new(id, 0, Vec::new());
     registry
-        .add(id, "model", described, queue, access, Generation(1))
+        .add(id, source, described, queue, access, Generation(1))
         .unwrap();
     requests
 }
@@ -159,4 +167,45 @@ fn functions_of_a_group_are_lent_to_one_vm_of_one_user() {
     registry.release(gpu, generation, Release::Over(Revocation::Released));
     let error = registry.remove(gpu).unwrap_err();
     assert!(error.message.contains("remove all of them"), "{error}");
+}
+
+/// A mapping of a BAR, which nobody has unmapped, outlives the lease of the function that has it.
+#[test]
+fn a_function_that_another_one_may_reach_is_not_lent_to_another_vm() {
+    let registry = Registry::new(FenceBook::default());
+    let ids: [DeviceId; 3] = ["nic", "gpu", "disk0"].map(|id| id.parse().unwrap());
+    let [nic, gpu, disk] = &ids;
+    let _requests = [
+        add_of(&registry, nic, FUNCTION),
+        add_of(&registry, gpu, FUNCTION),
+        add(&registry, disk),
+    ];
+    let begin = |id, name: &str, user| {
+        let grant = registry.grant(id, &name.parse().unwrap(), Some(user), None)?;
+        Ok::<_, RemoteError>(grant.generation())
+    };
+    let give_back = |id: &DeviceId, generation| {
+        registry.release(id, generation, Release::Over(Revocation::Released));
+    };
+    let of_nic = begin(nic, "web1", 1).unwrap();
+    give_back(gpu, begin(gpu, "web1", 1).unwrap());
+    give_back(disk, begin(disk, "web1", 1).unwrap());
+    for (name, user) in [("web2", 1), ("web1", 2)] {
+        let error = begin(gpu, name, user).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Busy);
+        let words = ["device gpu", "by nic", "VM web1"];
+        assert!(
+            words.iter().all(|word| error.message.contains(word)),
+            "{error}"
+        );
+    }
+    // A model reaches nothing without its process. The VM itself has it again.
+    begin(disk, "web2", 1).unwrap();
+    give_back(gpu, begin(gpu, "web1", 1).unwrap());
+    give_back(nic, of_nic);
+    begin(gpu, "web2", 1).unwrap();
+    // Moved to another host, a VM is another user's.
+    let of_nic = begin(nic, "db", 1).unwrap();
+    give_back(nic, of_nic);
+    begin(nic, "db", 2).unwrap();
 }

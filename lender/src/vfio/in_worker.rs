@@ -75,7 +75,7 @@ impl WorkerFunction {
 
 impl Available for WorkerFunction {
     fn kind(&self) -> &'static str {
-        "vfio"
+        crate::registry::FUNCTION
     }
 
     fn described(&self) -> &Described {

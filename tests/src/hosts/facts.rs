@@ -1,6 +1,9 @@
 //! Recorded facts.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use serde::Serialize;
 
@@ -177,10 +180,14 @@ pub struct PeerFacts {
     pub buffer_bytes_after_kills: u64,
     /// Guest RAM, as reported by its QEMU.
     pub guest_ram_bytes: u64,
-    /// Addresses mapped for either function, bytes.
-    pub bytes_mapped: u64,
-    /// With all drivers unbound.
-    pub bytes_of_none: u64,
+    /// Bytes mapped for each disk, as reported by the lender.
+    pub bytes_mapped: BTreeMap<&'static str, u64>,
+    /// The same after the kills.
+    pub bytes_after_kills: BTreeMap<&'static str, u64>,
+    /// The same with all drivers unbound.
+    pub bytes_of_none: BTreeMap<&'static str, u64>,
+    /// Bytes of the function's buffer mapped then.
+    pub buffer_bytes_of_none: u64,
 }
 
 /// Facts about two virtual functions, each lent to a guest.
@@ -424,8 +431,13 @@ impl PeerFacts {
     pub fn checks(&self) -> Vec<(String, bool)> {
         let check = |what: &str, holds| (what.to_owned(), holds);
         let all = 4;
-        // The model's buffer has as many bytes.
-        let expected = self.guest_ram_bytes + 2 * self.buffer_bytes;
+        // RAM, and buffers of the same size: of the function or the model, but not the own one.
+        let expected = [("first", 1), ("model", 1), ("second", 2)];
+        let expected = expected.map(|(disk, buffers)| {
+            let bytes = self.guest_ram_bytes + buffers * self.buffer_bytes;
+            (disk, bytes)
+        });
+        let expected = BTreeMap::from(expected);
         vec![
             check(
                 "each disk transferred data to and from another one's buffer",
@@ -441,18 +453,20 @@ impl PeerFacts {
             ),
             check("no DMA was refused", self.faults == 0),
             check(
-                "the buffer of a function was mapped for the other one alone",
+                "the buffer of a function was mapped in the IOMMU",
                 self.buffer_bytes > 0
                     && self.buffer_bytes_mapped == self.buffer_bytes
                     && self.buffer_bytes_after_kills == self.buffer_bytes,
             ),
             check(
-                "nothing was mapped but guest RAM and buffers",
-                self.bytes_mapped == expected,
+                "each disk reached guest RAM and the buffers of others, and not its own",
+                self.bytes_mapped == expected && self.bytes_after_kills == expected,
             ),
             check(
                 "nothing was mapped after the drivers let go",
-                self.bytes_of_none == 0,
+                self.buffer_bytes_of_none == 0
+                    && self.bytes_of_none.len() == 3
+                    && self.bytes_of_none.values().all(|&bytes| bytes == 0),
             ),
         ]
     }

@@ -75,10 +75,16 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
     let buffer = host.bar(first, BUFFER_BAR)?;
     ensure!(buffer.end - buffer.start == BUFFER, "{buffer:?}");
     host.trace_iommu()?;
-    let mapped = || {
+    // The kernel's, of all domains together, where the buffer is concerned.
+    let buffer_mapped = || {
         let mapped = LiveMappings::after(&host.iommu_trace()?);
         let of_buffer = mapped.iter().filter(|it| buffer.contains(&it.paddr));
-        anyhow::Ok((of_buffer.map(|it| it.len).sum::<u64>(), mapped.bytes()))
+        anyhow::Ok(of_buffer.map(|it| it.len).sum::<u64>())
+    };
+    // The lender's, of each device.
+    let mapped = || {
+        let bytes = DISKS.map(|disk| Ok((disk, host.lent(disk)?.bytes_mapped)));
+        bytes.into_iter().collect::<Result<_>>()
     };
     (set.tell)("starting a guest with two functions and a model");
     let devices = DISKS.map(|disk| socket(VM, disk));
@@ -92,7 +98,8 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
     let ram = shared_ram(guest.qmp())?;
     facts.guest_ram_bytes = ram.iter().map(|(_, len)| len).sum();
     facts.buffer_bytes = BUFFER;
-    (facts.buffer_bytes_mapped, facts.bytes_mapped) = mapped()?;
+    facts.buffer_bytes_mapped = buffer_mapped()?;
+    facts.bytes_mapped = mapped()?;
     (set.tell)("each transfers data to and from the buffer of another one");
     for (disk, buffer) in TRANSFERS {
         disks.transfer(disk, buffer)?;
@@ -104,7 +111,8 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
         disks.transfer(disk, buffer)?;
         facts.transfers_after_kills.insert((disk, buffer));
     }
-    (facts.buffer_bytes_after_kills, _) = mapped()?;
+    facts.buffer_bytes_after_kills = buffer_mapped()?;
+    facts.bytes_after_kills = mapped()?;
     (set.tell)("the guest resets the function with the buffer");
     let reset = format!(
         "echo 1 >/sys/class/nvme/{}/device/reset",
@@ -122,7 +130,8 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
     for disk in ["second", "model", "first"] {
         unbind(&guest, disks.controller(disk)?)?;
     }
-    facts.bytes_of_none = mapped()?.1;
+    facts.bytes_of_none = mapped()?;
+    facts.buffer_bytes_of_none = buffer_mapped()?;
     let ended = guest.shutdown(SHORT)?;
     ensure!(ended.success(), "QEMU in the host: {ended}");
     for disk in DISKS {
