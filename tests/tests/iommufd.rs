@@ -18,17 +18,11 @@ fn main() {
     let tests: [(&str, Scene); 2] = [
         (
             "a_scripted_guest_uses_a_drive_that_is_lent_by_iommufd",
-            |set, modules| {
-                let facts = hosts::iommufd(set, modules)?;
-                judge(facts.checks(), &facts)
-            },
+            a_scripted_guest_uses_a_drive_that_is_lent_by_iommufd,
         ),
         (
             "devices_of_a_guest_reach_the_memory_of_each_other_by_dma_bufs",
-            |set, modules| {
-                let facts = hosts::peers(set, Some(modules))?;
-                judge(facts.checks(), &facts)
-            },
+            devices_of_a_guest_reach_the_memory_of_each_other_by_dma_bufs,
         ),
     ];
     let trials = tests.map(|(name, scene)| trial(name, Weight::Hosts, move || run(scene)));
@@ -59,6 +53,22 @@ fn test(scene: Scene, cluster: &Cluster) -> Result<Completion> {
     };
     scene(&set, &modules)?;
     Ok(Completion::Completed)
+}
+
+fn a_scripted_guest_uses_a_drive_that_is_lent_by_iommufd(
+    set: &Set<'_>,
+    modules: &IommufdModules,
+) -> Result<()> {
+    let facts = hosts::iommufd(set, modules)?;
+    judge(facts.checks(), &facts)
+}
+
+fn devices_of_a_guest_reach_the_memory_of_each_other_by_dma_bufs(
+    set: &Set<'_>,
+    modules: &IommufdModules,
+) -> Result<()> {
+    let facts = hosts::peers(set, Some(modules))?;
+    judge(facts.checks(), &facts)
 }
 
 fn judge(checks: Vec<(String, bool)>, facts: &impl std::fmt::Debug) -> Result<()> {

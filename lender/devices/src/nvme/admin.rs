@@ -419,8 +419,18 @@ fn format(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
 
 /// Writes a data structure to the command's data pointer.
 fn send(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma, data: &[u8]) -> Result<(), Status> {
-    let pointer: DataPointer = command.admin_data_pointer()?;
-    let slices = nvme.gather_small(dma, &pointer, data.len(), Access::Write)?;
+    let pointer = command.admin_data_pointer()?;
+    send_to(nvme, &pointer, dma, data)
+}
+
+/// Writes a data structure to where `pointer` points.
+pub(super) fn send_to(
+    nvme: &mut Nvme,
+    pointer: &DataPointer,
+    dma: &mut dyn Dma,
+    data: &[u8],
+) -> Result<(), Status> {
+    let slices = nvme.gather_small(dma, pointer, data.len(), Access::Write)?;
     let mut rest = data;
     for slice in slices {
         let (part, after) = rest.split_at(slice.len().min(rest.len()));

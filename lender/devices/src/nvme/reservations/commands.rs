@@ -11,7 +11,7 @@ use super::{
 use crate::{
     Bus,
     nvme::{
-        admin::copy_out,
+        admin::{copy_out, send_to},
         command::{Command, io},
         controller::{Nvme, Outcome},
         identify::MAX_TRANSFER,
@@ -125,13 +125,7 @@ fn report(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outco
     // The rest of a longer buffer is zeroes.
     data.resize(asked as usize, 0);
     let pointer = command.data_pointer()?;
-    let slices = nvme.gather_small(bus.dma, &pointer, data.len(), Access::Write)?;
-    let mut rest = &data[..];
-    for slice in slices {
-        let (part, after) = rest.split_at(slice.len().min(rest.len()));
-        slice.write(part);
-        rest = after;
-    }
+    send_to(nvme, &pointer, bus.dma, &data)?;
     Ok(Outcome::Done(0))
 }
 

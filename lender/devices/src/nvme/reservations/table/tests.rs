@@ -1,0 +1,235 @@
+//! Rights and changes, of three hosts.
+
+use super::*;
+
+const A: Caller = caller(0);
+const B: Caller = caller(1);
+const C: Caller = caller(2);
+
+const fn caller(controller: u16) -> Caller {
+    Caller {
+        host: Host::Named(100 + controller as u128, true),
+        controller,
+    }
+}
+
+/// Whether A, B and C may read, and write.
+fn rights(table: &Table) -> [(bool, bool); 3] {
+    [A, B, C].map(|it| {
+        let may = |group| table.allows(it.host, group);
+        (may(Group::Read), may(Group::Write))
+    })
+}
+
+const ALL: (bool, bool) = (true, true);
+const READ: (bool, bool) = (true, false);
+const NONE: (bool, bool) = (false, false);
+
+/// A and B have registered, with keys 10 and 11.
+fn two() -> Table {
+    let mut table = Table::default();
+    table.register(A, Registration::Add { new: 10 }).unwrap();
+    table.register(B, Registration::Add { new: 11 }).unwrap();
+    table
+}
+
+fn held(kind: Kind) -> Table {
+    let mut table = two();
+    table.acquire(A, 10, (Acquire::Acquire, kind)).unwrap();
+    table
+}
+
+#[test]
+fn each_kind_gives_holder_registrants_and_others_their_rights() {
+    use Kind::*;
+    assert_eq!(rights(&two()), [ALL; 3]);
+    for (kind, expected) in [
+        (WriteExclusive, [ALL, READ, READ]),
+        (ExclusiveAccess, [ALL, NONE, NONE]),
+        (WriteExclusiveRegistrantsOnly, [ALL, ALL, READ]),
+        (ExclusiveAccessRegistrantsOnly, [ALL, ALL, NONE]),
+        (WriteExclusiveAllRegistrants, [ALL, ALL, READ]),
+        (ExclusiveAccessAllRegistrants, [ALL, ALL, NONE]),
+    ] {
+        let table = held(kind);
+        assert_eq!(rights(&table), expected, "{kind:?}");
+        assert_eq!(Kind::from_number(kind.number()), Ok(kind));
+    }
+    assert_eq!(Kind::from_number(0), Err(Status::INVALID_FIELD));
+    assert_eq!(Kind::from_number(7), Err(Status::INVALID_FIELD));
+}
+
+#[test]
+fn a_key_is_registered_replaced_and_unregistered_by_who_has_it() {
+    let conflict = Err(Status::RESERVATION_CONFLICT);
+    let mut table = two();
+    // The same again, and another one.
+    assert_eq!(table.register(A, Registration::Add { new: 10 }), Ok(()));
+    assert_eq!(table.register(A, Registration::Add { new: 12 }), conflict);
+    let replace = |current, new| Registration::Replace { current, new };
+    assert_eq!(table.register(A, replace(Some(11), 12)), conflict);
+    assert_eq!(table.register(A, replace(Some(10), 12)), Ok(()));
+    assert_eq!(table.register(A, replace(None, 13)), Ok(()));
+    assert_eq!(table.register(C, replace(Some(0), 14)), conflict);
+    assert_eq!(table.register(C, replace(None, 14)), Ok(()));
+    let unregister = |current| Registration::Remove { current };
+    assert_eq!(table.register(A, unregister(Some(10))), conflict);
+    assert_eq!(table.register(A, unregister(Some(13))), Ok(()));
+    assert_eq!(table.register(A, unregister(None)), conflict);
+    assert_eq!(table.register(C, unregister(None)), Ok(()));
+    assert_eq!(table.registrants.len(), 1);
+}
+
+#[test]
+fn a_reservation_ends_with_its_holder() {
+    let mut table = held(Kind::WriteExclusive);
+    let unregister = Registration::Remove { current: None };
+    table.register(B, unregister).unwrap();
+    assert_eq!(rights(&table), [ALL, READ, READ]);
+    table.register(A, unregister).unwrap();
+    assert_eq!(rights(&table), [ALL; 3]);
+    // With the last one, if all hold it.
+    let mut table = held(Kind::ExclusiveAccessAllRegistrants);
+    table.register(A, unregister).unwrap();
+    assert_eq!(rights(&table), [NONE, ALL, NONE]);
+    table.register(B, unregister).unwrap();
+    assert_eq!(rights(&table), [ALL; 3]);
+}
+
+#[test]
+fn a_reservation_is_acquired_once_and_released_by_its_holder() {
+    let conflict = Err(Status::RESERVATION_CONFLICT);
+    let kind = Kind::WriteExclusive;
+    let mut table = two();
+    let acquire = (Acquire::Acquire, kind);
+    assert_eq!(table.acquire(A, 11, acquire), conflict, "B's key");
+    assert_eq!(table.acquire(C, 0, acquire), conflict, "not registered");
+    assert_eq!(table.acquire(A, 10, acquire), Ok(()));
+    assert_eq!(table.acquire(A, 10, acquire), Ok(()));
+    assert_eq!(table.acquire(B, 11, acquire), conflict);
+    let other = (Acquire::Acquire, Kind::ExclusiveAccess);
+    assert_eq!(table.acquire(A, 10, other), conflict);
+    // Of another one, nothing happens.
+    let release = Release::Release(kind);
+    assert_eq!(table.release(B.host, 11, release), Ok(()));
+    assert_eq!(rights(&table), [ALL, READ, READ]);
+    let wrong = Release::Release(Kind::ExclusiveAccess);
+    assert_eq!(table.release(A.host, 10, wrong), Err(Status::INVALID_FIELD));
+    assert_eq!(table.release(C.host, 0, release), conflict);
+    assert_eq!(table.release(A.host, 10, release), Ok(()));
+    assert_eq!(rights(&table), [ALL; 3]);
+    let mut table = held(kind);
+    assert_eq!(table.release(B.host, 11, Release::Clear), Ok(()));
+    assert_eq!(table.registrants, []);
+    assert_eq!(rights(&table), [ALL; 3]);
+}
+
+#[test]
+fn preempting_takes_registrations_and_the_reservation() {
+    let conflict = Err(Status::RESERVATION_CONFLICT);
+    let kind = Kind::ExclusiveAccess;
+    // The holder's.
+    let mut table = held(Kind::WriteExclusive);
+    let preempt = |key| (Acquire::Preempt(key), kind);
+    assert_eq!(table.acquire(B, 11, preempt(99)), conflict);
+    assert_eq!(table.acquire(B, 11, preempt(10)), Ok(()));
+    assert_eq!(rights(&table), [NONE, ALL, NONE]);
+    assert_eq!(table.check_key(A.host, 10), conflict);
+    // Another one's, which leaves the reservation.
+    let mut table = held(Kind::WriteExclusive);
+    assert_eq!(table.acquire(A, 10, preempt(11)), Ok(()));
+    assert_eq!(table.check_key(B.host, 11), conflict);
+    assert_eq!(rights(&table), [ALL, READ, READ]);
+    // The own one, to change the kind.
+    assert_eq!(table.acquire(A, 10, preempt(10)), Ok(()));
+    assert_eq!(rights(&table), [ALL, NONE, NONE]);
+    // A reservation of all: of one, then of all others.
+    let mut table = held(Kind::WriteExclusiveAllRegistrants);
+    table.register(C, Registration::Add { new: 12 }).unwrap();
+    assert_eq!(table.acquire(B, 11, preempt(12)), Ok(()));
+    assert_eq!(rights(&table), [ALL, ALL, READ]);
+    assert_eq!(table.acquire(B, 11, preempt(0)), Ok(()));
+    assert_eq!(rights(&table), [NONE, ALL, NONE]);
+    assert_eq!(table.registrants.len(), 1);
+}
+
+#[test]
+fn what_persists_outlives_a_loss_of_power() {
+    let kind = Kind::WriteExclusive;
+    let mut table = held(kind);
+    table.lose_power();
+    assert_eq!(rights(&table), [ALL; 3]);
+    let mut table = held(kind);
+    table.set_persists(true);
+    table.lose_power();
+    assert_eq!(rights(&table), [ALL, READ, READ]);
+    // Without an identifier, nothing outlives a reset, nor does the reservation.
+    let unnamed = Caller {
+        host: Host::OfController(2),
+        controller: 2,
+    };
+    let mut table = Table::default();
+    let register = Registration::Add { new: 1 };
+    table.register(unnamed, register).unwrap();
+    table.acquire(unnamed, 1, (Acquire::Acquire, kind)).unwrap();
+    assert_eq!(rights(&table), [READ; 3]);
+    table.set_persists(true);
+    let mut lost = table.clone();
+    lost.lose_power();
+    assert_eq!(rights(&lost), [ALL; 3]);
+    table.forget_controller(1);
+    assert_eq!(rights(&table), [READ; 3]);
+    table.forget_controller(2);
+    assert_eq!(rights(&table), [ALL; 3]);
+}
+
+#[test]
+fn registrations_have_limits() {
+    let mut table = Table::default();
+    let named = |id: u128, controller| Caller {
+        host: Host::Named(id, true),
+        controller,
+    };
+    let add = |table: &mut Table, caller| table.register(caller, Registration::Add { new: 1 });
+    let refused = Err(Status::INTERNAL_ERROR);
+    // By one controller, whatever its host calls itself.
+    for id in 0..MOST_BY_ONE as u128 {
+        assert_eq!(add(&mut table, named(1000 + id, 0)), Ok(()));
+    }
+    assert_eq!(add(&mut table, named(2000, 0)), refused);
+    for n in 1..=(MOST - MOST_BY_ONE) as u16 {
+        assert_eq!(add(&mut table, caller(n)), Ok(()));
+    }
+    assert_eq!(add(&mut table, caller(99)), refused);
+}
+
+#[test]
+fn a_report_has_each_registrant_in_both_formats() {
+    let of_64_bits = |number| Caller {
+        host: Host::Named(100 + u128::from(number), false),
+        controller: number,
+    };
+    let (a, b) = (of_64_bits(0), of_64_bits(1));
+    let mut table = Table::default();
+    table.register(a, Registration::Add { new: 10 }).unwrap();
+    table.register(b, Registration::Add { new: 11 }).unwrap();
+    let kind = Kind::WriteExclusiveRegistrantsOnly;
+    table.acquire(a, 10, (Acquire::Acquire, kind)).unwrap();
+    // Formats are not mixed.
+    let inconsistent = Status::HOST_IDENTIFIER_INCONSISTENT;
+    assert_eq!(table.report(true), Err(inconsistent));
+    let other = table.register(C, Registration::Add { new: 12 });
+    assert_eq!(other, Err(inconsistent));
+    let report = table.report(false).unwrap();
+    assert_eq!(report.len(), 24 + 2 * 24);
+    assert_eq!(report[..10], [2, 0, 0, 0, 3, 2, 0, 0, 0, 0]);
+    let of_a = &report[24..48];
+    assert_eq!((of_a[0], of_a[2], of_a[8], of_a[16]), (0, 1, 100, 10));
+    let of_b = &report[48..];
+    assert_eq!((of_b[0], of_b[2], of_b[8], of_b[16]), (1, 0, 101, 11));
+    let table = held(kind);
+    let report = table.report(true).unwrap();
+    assert_eq!(report.len(), 64 + 2 * 64);
+    let of_b = &report[128..];
+    assert_eq!((of_b[0], of_b[2], of_b[8], of_b[16]), (1, 0, 11, 101));
+}
