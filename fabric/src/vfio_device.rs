@@ -47,17 +47,18 @@ pub(crate) fn is_function(file: &File, status: &Stat) -> bool {
         num_irqs: 0,
         rest: [0; 510],
     };
+    if !has_kind {
+        return false;
+    }
     // SAFETY: of a VFIO device this request reads and writes a structure that begins with these fields, no more bytes of it than
     // `argsz` says. The kernel's other kinds of anonymous files have no such request. A device node's driver that takes it for
     // one of its own has room for a page of results, more than any request of this number is known to write; one that
     // programs make (CUSE), which could ask for more, is made by root.
-    let asked = has_kind
-        && unsafe {
-            let request = Updater::<GET_DEVICE_INFO, _>::new(&mut info);
-            ioctl(file, request)
-        }
-        .is_ok();
-    asked && info.flags & FLAGS_PCI != 0
+    let asked = unsafe {
+        let request = Updater::<GET_DEVICE_INFO, _>::new(&mut info);
+        ioctl(file, request)
+    };
+    asked.is_ok() && info.flags & FLAGS_PCI != 0
 }
 
 #[cfg(test)]

@@ -29,38 +29,39 @@ pub(super) fn create(
     next: Next<'_>,
     locks: &mut Vec<u64>,
 ) -> Result<Box<dyn Device>, WorkerError> {
-    type Open =
-        fn(&DeviceId, &str, Image, Next<'_>, &mut Vec<u64>) -> Result<Box<dyn Device>, Error>;
-    let (config, size, punches_holes, open): (_, _, _, Open) = match model {
+    let created = match model {
         Model::DmaTest => return Ok(Box::new(DmaTest::new())),
-        Model::VirtioNet { config } => {
-            return virtio_net(id, &config, next()?).map_err(WorkerError::Device);
-        }
-        Model::Nvme {
-            config,
-            size,
-            punches_holes,
-        } => (config, size, punches_holes, nvme),
+        Model::VirtioNet { config } => virtio_net(id, &config, next()?),
         Model::VirtioBlk {
             config,
             size,
             punches_holes,
-        } => (config, size, punches_holes, virtio_blk),
+        } => virtio_blk(id, &config, image(next()?, size, punches_holes)),
+        Model::Nvme {
+            config,
+            size,
+            punches_holes,
+        } => {
+            let image = image(next()?, size, punches_holes);
+            nvme(id, &config, image, (next, locks))
+        }
     };
-    let image = Image {
-        file: next()?.into(),
+    created.map_err(WorkerError::Device)
+}
+
+fn image(file: OwnedFd, size: u64, punches_holes: bool) -> Image {
+    Image {
+        file: file.into(),
         size,
         punches_holes,
-    };
-    open(id, &config, image, next, locks).map_err(WorkerError::Device)
+    }
 }
 
 fn nvme(
     id: &DeviceId,
     config: &str,
     image: Image,
-    next: Next<'_>,
-    locks: &mut Vec<u64>,
+    (next, locks): (Next<'_>, &mut Vec<u64>),
 ) -> Result<Box<dyn Device>, Error> {
     let config: nvme::Config = serde_json::from_str(config)?;
     let mut nvme = Nvme::with_image(id, &config, image)?;
@@ -73,13 +74,7 @@ fn nvme(
     Ok(Box::new(nvme))
 }
 
-fn virtio_blk(
-    id: &DeviceId,
-    config: &str,
-    image: Image,
-    _: Next<'_>,
-    _: &mut Vec<u64>,
-) -> Result<Box<dyn Device>, Error> {
+fn virtio_blk(id: &DeviceId, config: &str, image: Image) -> Result<Box<dyn Device>, Error> {
     let config = serde_json::from_str(config)?;
     Ok(Box::new(VirtioBlk::with_image(id, &config, image)?))
 }

@@ -105,7 +105,9 @@ pub enum ConfigError {
     #[error(transparent)]
     Cmb(#[from] cmb::SizeError),
     /// A read-only controller cannot reserve anything.
-    #[error("shared and read-only: a controller that shares its namespace writes to it")]
+    #[error(
+        "shared and read-only: a controller that shares its namespace writes to it; leave one of the two out"
+    )]
     SharedReadOnly,
     /// The file with the reservations cannot be used.
     #[error("cannot use the file of reservations {path}")]

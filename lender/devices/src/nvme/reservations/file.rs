@@ -227,6 +227,10 @@ impl ReservationFile {
                 Ok::<(), FileError>(())
             };
             contents.change(lose, |version| contents.set_word(VERSION, version))??;
+            // Whose process did not end has nothing in flight any more.
+            for n in 0..MOST as u16 {
+                contents.set_word(at(n) + BUSY, 0)?;
+            }
             file.write_all_at(&boot, BOOT)?;
             file.sync_data()?;
         }
@@ -516,7 +520,11 @@ mod tests {
         let one = open(&path, "one");
         one.change(register).unwrap().unwrap();
         assert_eq!(count(&open(&path, "one")), 1);
+        let two = open(&path, "two");
+        two.set_busy(true);
+        assert!(!one.others_have_checked(one.version()));
         assert_eq!(count(&prepare(&path, "one", 8).unwrap()), 0);
+        assert!(one.others_have_checked(one.version()));
         let persist = |table: &mut Table| {
             table.set_persists(true);
             register(table)

@@ -17,14 +17,13 @@ const PREEMPT_AND_ABORT: u32 = 2;
 
 /// Each with a host identifier.
 fn two() -> [Driver; 2] {
-    let shared = tempfile::tempdir().unwrap().keep();
     let make = |name: &'static str, image: Option<&std::path::Path>| {
-        let path = shared.join("shared");
         let mut driver = Driver::off(|config| {
             if let Some(image) = image {
                 config.image = image.to_owned();
             }
-            config.shared = Some(path.clone());
+            // In the directory of the first one's image.
+            config.shared = Some(config.image.with_extension("reservations"));
         });
         driver.share = Some(name);
         driver.nvme = share(driver.nvme, &driver.config, name);
