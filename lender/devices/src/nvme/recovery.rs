@@ -111,7 +111,6 @@ impl Nvme {
             self.save();
             return Ok(());
         }
-        self.reservations_go_on();
         self.features = Features::restored(self.vectors() - 1, &saved.features);
         // Nothing was set before.
         let _ = self
@@ -121,6 +120,7 @@ impl Nvme {
         if !saved.ready {
             return Ok(());
         }
+        self.reservations_go_on();
         if saved.sqs.is_empty() || saved.cqs.is_empty() {
             return Err(StateError::Invalid(
                 "a controller is ready without admin queues",
