@@ -27,6 +27,7 @@ mod image;
 mod keepers;
 pub mod load;
 mod mtree;
+pub mod reserving;
 mod status;
 mod told;
 mod traffic;

@@ -35,6 +35,8 @@ pub enum Model {
     VirtioBlk(Virtio),
     /// A virtio-net device.
     VirtioNet(Net),
+    /// An NVMe controller that shares its namespace.
+    SharedNvme(Sharing),
     /// An NVMe controller.
     Nvme(nvme::Config),
 }
@@ -53,6 +55,26 @@ pub struct Virtio {
 pub struct Net {
     /// A virtio-net device, in which the address and the MTU are said.
     pub virtio_net: virtio::net::Config,
+}
+
+/// An NVMe controller that shares its namespace, by type.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Sharing {
+    /// The controller.
+    pub shared_nvme: SharedNvme,
+}
+
+/// An NVMe controller that shares its namespace with others that the lender knows.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct SharedNvme {
+    /// Without the file, which the lender has.
+    pub config: nvme::Config,
+    /// Its number in the NVM subsystem.
+    pub controller: u16,
+    /// Of the namespace.
+    pub uuid: [u8; 16],
 }
 
 /// A model without a medium, by name.
@@ -94,6 +116,15 @@ impl Model {
     ) -> Result<Box<dyn Device>, RemoteError> {
         Ok(match self {
             Self::Nvme(config) => Box::new(Nvme::with_remote(id, config, medium, size)?),
+            Self::SharedNvme(Sharing { shared_nvme }) => {
+                let SharedNvme {
+                    config,
+                    controller,
+                    uuid,
+                } = shared_nvme;
+                let nvme = Nvme::with_remote(id, config, medium, size)?;
+                Box::new(nvme.sharing_remotely(config, (*controller, *uuid)))
+            }
             Self::VirtioBlk(Virtio { virtio_blk }) => {
                 Box::new(VirtioBlk::with_remote(id, virtio_blk, medium, size)?)
             }

@@ -92,7 +92,7 @@ pub(crate) trait Snapshot: Serialize + DeserializeOwned {
 ///
 /// | version | new in it |
 /// | --- | --- |
-/// | 2 | the version of farside |
+/// | 2 | the version of farside; sequence numbers that are set apart |
 pub const FORMAT: Format = Format::new("the state of the model", 2);
 
 const AT_MAGIC: usize = 0;
@@ -100,6 +100,8 @@ const AT_VERSION: usize = 8;
 /// 0: none, 1 or 2: the copy.
 const AT_CURRENT: usize = 12;
 const AT_MASK: usize = 16;
+/// Sequence numbers below this one may have been used. Zero in version 1.
+const AT_SEQUENCES: usize = 24;
 /// [`WRITER`] bytes. Zero in version 1.
 const AT_WRITER: usize = 64;
 
@@ -134,6 +136,9 @@ const COMMAND: usize = 64;
 /// Most bytes of a command.
 pub(crate) const COMMAND_SIZE: usize = ENTRY_SIZE - COMMAND;
 
+/// Sequence numbers that are set apart at once, so that a process does not use those of one before it.
+const SEQUENCES: u64 = 1 << 20;
+
 /// Most of a counter: none overflows in the life of a device.
 const MOST: u64 = 1 << 56;
 
@@ -152,6 +157,8 @@ pub(crate) struct State<S> {
     session: u32,
     /// The next entry's.
     sequence: u64,
+    /// Those below are set apart.
+    sequences: u64,
     free: Vec<u16>,
     /// The copy that is current.
     current: u32,
@@ -164,6 +171,7 @@ impl<S> Default for State<S> {
             memory: None,
             session: 0,
             sequence: 0,
+            sequences: 0,
             free: Vec::new(),
             current: 0,
             snapshot: PhantomData,
@@ -197,6 +205,8 @@ pub(crate) struct Words {
 pub(crate) struct Restored<S> {
     pub saved: S,
     pub mask: u32,
+    /// Sequence numbers below this one may have been used.
+    pub sequences: u64,
     pub words: Vec<Words>,
     /// In the order in which they were fetched.
     pub in_flight: Vec<InFlight>,
@@ -244,6 +254,7 @@ impl<S: Snapshot> State<S> {
             ..Self::default()
         };
         state.put_u32(AT_CURRENT, 0);
+        state.put(AT_SEQUENCES, 0);
         for entry in 0..ENTRIES {
             state.put(TABLE + entry * ENTRY_SIZE + SEQUENCE, 0);
         }
@@ -281,12 +292,13 @@ impl<S: Snapshot> State<S> {
         let mut state = Self {
             memory: Some(memory),
             session: *restored.saved.session(),
-            sequence: 1,
+            sequence: restored.sequences.max(1),
+            sequences: restored.sequences,
             free: all_free(),
             current: copied.current,
             snapshot: PhantomData,
         };
-        // Above that of the last result, too: a later command with its number would get that result.
+        // What version 1 has. Above that of the last result, too: a later command with its number would get that result.
         let in_flight = restored.in_flight.iter().map(|it| it.entry.sequence);
         for sequence in in_flight.chain(restored.saved.answered()) {
             state.sequence = state.sequence.max(sequence + 1);
@@ -370,6 +382,10 @@ impl<S> State<S> {
         command: &[u8; N],
     ) -> Option<Entry> {
         const { assert!(N.is_multiple_of(8) && N <= COMMAND_SIZE) };
+        if self.sequence >= self.sequences {
+            self.sequences = self.sequence + SEQUENCES;
+            self.put(AT_SEQUENCES, self.sequences);
+        }
         let Some(memory) = &self.memory else {
             return Some(Entry::default());
         };
@@ -473,6 +489,11 @@ impl<S> State<S> {
     pub fn new_cq(&self, id: u16) {
         self.posted(id, 0);
         self.head(id, 0);
+    }
+
+    /// See [`Snapshot::session`].
+    pub fn session(&self) -> u32 {
+        self.session
     }
 
     /// Begins a session: with the next snapshot, all entries are void.

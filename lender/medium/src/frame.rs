@@ -6,6 +6,17 @@ pub const HEADER: usize = 32;
 /// Most bytes of data of a frame, and of a read.
 pub const MAX_DATA: usize = 1 << 20;
 
+/// On whose behalf operations on a namespace are that several controllers share: what the controller says of its host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostIdentity {
+    /// Its Host Identifier. 0: the host of this controller alone, in this session.
+    pub id: u128,
+    /// The identifier has 128 bits.
+    pub extended: bool,
+    /// The controller's session, which begins with a reset.
+    pub session: u32,
+}
+
 /// An operation on the medium, or its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frame {
@@ -55,13 +66,34 @@ pub enum Frame {
         /// Discard what has come before, for a former receiver.
         discard: bool,
     },
+    /// To the lender of a shared namespace: on whose behalf the operations after this frame are. It has no answer, and comes first
+    /// over each connection.
+    Host(HostIdentity),
+    /// To the lender of a shared namespace: execute the request that is the data, which changes registrations or the
+    /// reservation.
+    Reserve {
+        /// As in [`Frame::Read`].
+        tag: u16,
+        /// Bytes of the request.
+        len: u32,
+    },
+    /// To the lender of a shared namespace: the report on registrations and reservation, answered as a [`Frame::Read`] is.
+    Report {
+        /// As in [`Frame::Read`].
+        tag: u16,
+        /// At most [`MAX_DATA`]. What is beyond the end of the report is zeroes.
+        len: u32,
+        /// With Host Identifiers of 128 bits.
+        extended: bool,
+    },
     /// To the lender: the last frame, with which the borrower returns the device.
     Return,
     /// To the borrower: an operation has ended.
     Done {
         /// The operation's.
         tag: u16,
-        /// Bytes, or a negative errno. A [`Frame::Read`] has as many bytes of data.
+        /// Bytes, or of a [`Frame::Reserve`] its result; or a negative errno, or below that of any, [`REFUSED`], less the status
+        /// that reservations have the command get. A [`Frame::Read`] has as many bytes of data.
         result: i32,
         /// Bytes of data.
         data: u32,
@@ -76,6 +108,9 @@ pub enum Frame {
     /// In both directions: the sender is there, and has nothing else to send.
     Alive,
 }
+
+/// Above any errno.
+pub const REFUSED: i32 = 4096;
 
 /// The medium's condition, independent of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,12 +155,17 @@ mod kind {
     pub const RELEASE: u8 = 7;
     pub const ALIVE: u8 = 8;
     pub const OFFLOADS: u8 = 9;
+    pub const HOST: u8 = 10;
+    pub const RESERVE: u8 = 11;
+    pub const REPORT: u8 = 12;
 }
 
 /// Of [`Frame::Write`].
 const DURABLE: u8 = 1 << 0;
 /// Of [`Frame::Offloads`].
 const DISCARD: u8 = 1 << 0;
+/// Of [`Frame::Host`] and [`Frame::Report`].
+const EXTENDED: u8 = 1 << 0;
 /// Of [`Frame::Done`].
 const FULL: u8 = 1 << 0;
 const READ_ONLY: u8 = 1 << 1;
@@ -180,7 +220,9 @@ impl Frame {
     /// Bytes of data after the header.
     pub fn data_len(&self) -> usize {
         match *self {
-            Self::Write { len, .. } | Self::Done { data: len, .. } => len as usize,
+            Self::Write { len, .. } | Self::Reserve { len, .. } | Self::Done { data: len, .. } => {
+                len as usize
+            }
             _ => 0,
         }
     }
@@ -230,6 +272,31 @@ impl Frame {
                 flags: if discard { DISCARD } else { 0 },
                 tag,
                 len: bits.into(),
+                ..Fields::default()
+            },
+            Self::Host(HostIdentity {
+                id,
+                extended,
+                session,
+            }) => Fields {
+                kind: kind::HOST,
+                flags: if extended { EXTENDED } else { 0 },
+                offset: id as u64,
+                len: (id >> 64) as u64,
+                number: session.cast_signed(),
+                ..Fields::default()
+            },
+            Self::Reserve { tag, len } => Fields {
+                kind: kind::RESERVE,
+                data: len,
+                tag,
+                ..Fields::default()
+            },
+            Self::Report { tag, len, extended } => Fields {
+                kind: kind::REPORT,
+                flags: if extended { EXTENDED } else { 0 },
+                tag,
+                len: len.into(),
                 ..Fields::default()
             },
             Self::Return => Fields {
@@ -288,14 +355,15 @@ impl Frame {
         if data as usize > MAX_DATA {
             return Err(FrameError::Data { kind, len: data });
         }
+        let asked = || match u32::try_from(len) {
+            Ok(len) if len as usize <= MAX_DATA => Ok(len),
+            _ => Err(undefined),
+        };
         let frame = match kind {
             kind::READ => Self::Read {
                 tag,
                 offset,
-                len: match u32::try_from(len) {
-                    Ok(len) if len as usize <= MAX_DATA => len,
-                    _ => return Err(undefined),
-                },
+                len: asked()?,
             },
             kind::WRITE => Self::Write {
                 tag,
@@ -314,6 +382,17 @@ impl Frame {
                 tag,
                 bits: u32::try_from(len).map_err(|_| undefined)?,
                 discard: flags & DISCARD != 0,
+            },
+            kind::HOST => Self::Host(HostIdentity {
+                id: u128::from(len) << 64 | u128::from(offset),
+                extended: flags & EXTENDED != 0,
+                session: number.cast_unsigned(),
+            }),
+            kind::RESERVE => Self::Reserve { tag, len: data },
+            kind::REPORT => Self::Report {
+                tag,
+                len: asked()?,
+                extended: flags & EXTENDED != 0,
             },
             kind::RETURN => Self::Return,
             kind::DONE => Self::Done {
@@ -377,6 +456,16 @@ mod tests {
             ),
             (any::<u16>(), any::<u32>(), any::<bool>())
                 .prop_map(|(tag, bits, discard)| Frame::Offloads { tag, bits, discard }),
+            (any::<u128>(), any::<bool>(), any::<u32>()).prop_map(|(id, extended, session)| {
+                Frame::Host(HostIdentity {
+                    id,
+                    extended,
+                    session,
+                })
+            }),
+            (any::<u16>(), 0..=most).prop_map(|(tag, len)| Frame::Reserve { tag, len }),
+            (any::<u16>(), 0..=most, any::<bool>())
+                .prop_map(|(tag, len, extended)| Frame::Report { tag, len, extended }),
             Just(Frame::Return),
             (any::<u16>(), any::<i32>(), 0..=most, condition).prop_map(
                 |(tag, result, data, condition)| Frame::Done {

@@ -90,7 +90,7 @@ impl Records {
 
     /// Writes the chain of a lease that begins, or that it has none. What is written to its medium ends
     /// the chain of any other device that had that medium: one was renamed. Devices that have it now
-    /// share it, and do not write.
+    /// share it: they do not write, or have reservations.
     pub(super) fn begin_chain(
         &mut self,
         id: &DeviceId,

@@ -1,13 +1,16 @@
 //! The software model that a worker serves.
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::{
+    fs::File,
+    os::fd::{AsRawFd, OwnedFd},
+};
 
 use farside_daemon::DeviceId;
 use farside_devices::{
     Device,
     block::{BlockQueue, DEPTH, Image},
     dma_test::DmaTest,
-    nvme::{self, Nvme},
+    nvme::{self, LentReservations, Nvme, ReservationFile},
     virtio::{VirtioBlk, VirtioNet},
 };
 
@@ -66,9 +69,8 @@ fn nvme(
     let config: nvme::Config = serde_json::from_str(config)?;
     let mut nvme = Nvme::with_image(id, &config, image)?;
     if config.shared.is_some() {
-        let file = next()?;
-        locks.push(file.as_raw_fd().unsigned_abs().into());
-        let file = config.map_reservations(file.into(), id)?;
+        let file = locked(next()?, locks);
+        let file = config.map_reservations(file, id)?;
         nvme = nvme.sharing(&config, file)?;
     }
     Ok(Box::new(nvme))
@@ -91,6 +93,22 @@ pub(super) fn open_medium(served: &ServedMedium, image: OwnedFd) -> std::io::Res
         false => BlockQueue::open(image.into(), served.engine, DEPTH),
     };
     block?.limited(served.limits)
+}
+
+/// The part that a borrower's controller has of a shared namespace.
+pub(super) fn map_reservations(
+    id: &DeviceId,
+    file: OwnedFd,
+    locks: &mut Vec<u64>,
+) -> Result<LentReservations, Error> {
+    let file = ReservationFile::map(locked(file, locks), id)?;
+    Ok(LentReservations::new(file)?)
+}
+
+/// Adds a file to those that may be locked.
+fn locked(file: OwnedFd, locks: &mut Vec<u64>) -> File {
+    locks.push(file.as_raw_fd().unsigned_abs().into());
+    file.into()
 }
 
 /// An empty file, in place of the medium of a model that has none.

@@ -24,7 +24,6 @@ use crate::{
     chains::boot_number,
     config,
     model::{check_model, not_flushed},
-    refusals::unsupported,
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
     vfio_user::ServerDevice,
@@ -329,9 +328,6 @@ impl Available for WorkerDevice {
     ) -> Result<(), RemoteError> {
         match &self.device {
             Kind::Model(model) => match transport {
-                Transport::Network if model.reservations().is_some() => Err(unsupported(
-                    "an NVMe model that shares its namespace is lent to VMs of its lender's host only",
-                )),
                 // No adapter is on the way.
                 Transport::Network => Ok(()),
                 _ => check_model(&model.adapter, transport, ram),

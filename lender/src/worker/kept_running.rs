@@ -24,10 +24,14 @@ impl WorkerDevice {
     /// Refuses to lend a device that has BARs of its own with memory for them, and a function with another VM's state. One
     /// that was kept is let go, unless this is the lease that goes on with it.
     pub(crate) fn prepare(&mut self, lease: &Lease) -> Result<(), RemoteError> {
+        let resumes = lease.chain.is_some_and(|chain| chain.goes_on);
         if matches!(self.device, Kind::Model(_)) {
+            if !resumes {
+                // What a lease has left that was kept for a VM, and did not go on.
+                self.process_gone(true);
+            }
             return Ok(());
         }
-        let resumes = lease.chain.is_some_and(|chain| chain.goes_on);
         if resumes {
             let is_kept = self.kept.as_ref().is_some_and(|kept| kept.vm == lease.vm);
             return match is_kept {

@@ -125,7 +125,12 @@ impl MediumLease {
                 Turn::Busy | Turn::More => Step::Poll,
             };
             let patience = match step {
-                Step::Block => tick.saturating_duration_since(now),
+                Step::Block => {
+                    let left = tick.saturating_duration_since(now);
+                    self.medium
+                        .looks_again()
+                        .map_or(left, |again| again.min(left))
+                }
                 Step::Nap(time) => time,
                 Step::Poll | Step::Yield if rounds.is_multiple_of(ROUNDS_PER_LOOK) => {
                     Duration::ZERO

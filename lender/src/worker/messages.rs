@@ -85,6 +85,8 @@ pub(crate) struct ServedMedium {
     pub(crate) read_only: bool,
     /// It is a tap interface.
     pub(crate) frames: bool,
+    /// Other controllers share it. The file of reservations comes as a descriptor after the image.
+    pub(crate) shared: bool,
     /// The connection's TLS session.
     pub(crate) secrets: Option<Secrets>,
 }

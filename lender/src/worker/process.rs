@@ -27,7 +27,7 @@ use rustix::{
 use super::{
     calls::{CALL_TIMEOUT, Calls, SHORT, end_chain},
     confine::{self, UserChangeError},
-    create::{create, no_image, open_medium},
+    create::{create, map_reservations, no_image, open_medium},
     medium::MediumLease,
     messages::{Answer, Call, CallReply, Numbered, Order, Served, Start},
 };
@@ -108,8 +108,14 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
             _ => next()?,
         };
         let block = open_medium(&served, image)?;
-        let medium = LentMedium::new(block, (served.size, served.read_only), (id.as_str(), link))?;
-        confine::restrict_system_calls(confine::Kind::Model, &[])?;
+        let mut medium =
+            LentMedium::new(block, (served.size, served.read_only), (id.as_str(), link))?;
+        let mut locks = Vec::new();
+        if served.shared {
+            let reservations = map_reservations(&id, next()?, &mut locks);
+            medium = medium.sharing(reservations.map_err(WorkerError::Device)?);
+        }
+        confine::restrict_system_calls(confine::Kind::Model, &locks)?;
         let lease = MediumLease {
             id,
             vm,

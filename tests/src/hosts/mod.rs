@@ -13,6 +13,7 @@
 //! - [`plugged`]: lender and borrower are one host, and the device is attached to a running guest;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
+//! - [`fencing`]: three hosts that a network connects; an image of one is shared by guests of the two others;
 //! - [`cloud_hypervisor`]: one host, and another VMM than QEMU;
 //! - [`iommufd`]: one host whose kernel has VFIO's newer interface.
 //!
@@ -20,6 +21,7 @@
 
 mod cloud_hypervisor;
 mod facts;
+mod fencing;
 mod grouped;
 mod host;
 mod iommufd;
@@ -33,7 +35,7 @@ mod scripted;
 mod sharing;
 mod stage;
 mod vfs;
-mod with_fio;
+mod with_programs;
 
 pub use cloud_hypervisor::{CloudHypervisorFacts, cloud_hypervisor};
 pub use facts::{
@@ -42,7 +44,7 @@ pub use facts::{
 };
 pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::{Programs, stripped};
-pub use with_fio::{disk_of, start_with_fio};
+pub use with_programs::{disk_of, start_with_fio};
 
 use anyhow::Result;
 use farside_testbed::{IommufdModules, Testbed};
@@ -107,6 +109,11 @@ pub fn grouped(set: &Set<'_>) -> Result<GroupFacts> {
 /// The devices of one VM reach each other's BARs. With modules, through VFIO's newer interface.
 pub fn peers(set: &Set<'_>, iommufd: Option<&IommufdModules>) -> Result<PeerFacts> {
     peers::peers(set, iommufd)
+}
+
+/// An image of one host, shared by guests of two others over the network, of which one is cut off and fenced.
+pub fn fencing(set: &Set<'_>) -> Result<()> {
+    fencing::fencing(set)
 }
 
 /// Two virtual functions of one device, lent simultaneously to two guests.

@@ -102,7 +102,7 @@ pub(super) fn network(set: &Set<'_>) -> Result<NetworkFacts> {
 }
 
 /// The lender b, which the wires lead to, and the borrowers.
-fn boot(set: &Set<'_>) -> Result<Rack> {
+pub(super) fn boot(set: &Set<'_>) -> Result<Rack> {
     let host = |name: &str, network: Vec<String>| set.testbed.host_vm(name).args(network);
     let b = host("b", hub(set, 2, &["wire-a", "wire-c"]));
     let b = Host::launch(b, set.programs)?;

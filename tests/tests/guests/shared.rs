@@ -1,7 +1,13 @@
 //! Two guests share one namespace, and reserve it in turns.
 
-use anyhow::{Context, ensure};
-use farside_tests::{Cluster, Guest, MIB, SHORT};
+use anyhow::ensure;
+use farside_tests::{
+    Cluster, Guest, MIB, SHORT,
+    reserving::{
+        ACQUIRE, EXCLUSIVE_ACCESS, PREEMPT, PREEMPT_AND_ABORT, Reserving, WRITE_EXCLUSIVE,
+        WRITE_EXCLUSIVE_REGISTRANTS_ONLY,
+    },
+};
 use libtest_mimic::Completion;
 use rustix::process::{Signal, kill_process};
 
@@ -12,71 +18,6 @@ use crate::{
 };
 
 const DISKS: [&str; 2] = ["left", "right"];
-
-/// Types of reservations (NVM Express 1.4, figure 445).
-const WRITE_EXCLUSIVE: u8 = 1;
-const EXCLUSIVE_ACCESS: u8 = 2;
-const WRITE_EXCLUSIVE_REGISTRANTS_ONLY: u8 = 3;
-
-const PREEMPT: u8 = 1;
-const PREEMPT_AND_ABORT: u8 = 2;
-
-/// A guest, and its key.
-struct Host<'a> {
-    guest: &'a Guest<'a>,
-    key: u64,
-}
-
-impl Host<'_> {
-    fn nvme(&self, command: &str) -> anyhow::Result<String> {
-        self.guest.sh(&format!("nvme {command}"))
-    }
-
-    fn register(&self) -> anyhow::Result<()> {
-        let command = format!("resv-register /dev/nvme0n1 --nrkey={} --rrega=0", self.key);
-        self.nvme(&command).map(drop)
-    }
-
-    fn acquire(&self, kind: u8, action: u8, preempted: u64) -> anyhow::Result<()> {
-        let key = self.key;
-        let command = format!(
-            "resv-acquire /dev/nvme0n1 --crkey={key} --prkey={preempted} --rtype={kind} --racqa={action}"
-        );
-        self.nvme(&command).map(drop)
-    }
-
-    fn release(&self, kind: u8) -> anyhow::Result<()> {
-        let key = self.key;
-        let command = format!("resv-release /dev/nvme0n1 --crkey={key} --rtype={kind} --rrela=0");
-        self.nvme(&command).map(drop)
-    }
-
-    /// Type of the reservation, and keys of the registrants.
-    fn report(&self) -> anyhow::Result<(u64, Vec<u64>)> {
-        let text = self.nvme("resv-report /dev/nvme0n1 --eds --output-format=json")?;
-        let report: serde_json::Value = serde_json::from_str(&text)?;
-        let number = |value: &serde_json::Value, of: &str| {
-            value[of].as_u64().with_context(|| format!("{of}: {text}"))
-        };
-        let listed = report["regctlext"].as_array();
-        let listed = listed.with_context(|| format!("registrants: {text}"))?;
-        let keys = listed.iter().map(|it| number(it, "rkey"));
-        Ok((number(&report, "rtype")?, keys.collect::<Result<_, _>>()?))
-    }
-
-    /// Whether it may read, and write.
-    fn may(&self) -> anyhow::Result<(bool, bool)> {
-        let may = |copy: &str| {
-            let command =
-                format!("dd {copy} bs=4k count=1 2>/dev/null && echo may || echo may not");
-            Ok::<_, anyhow::Error>(self.guest.sh(&command)? == "may")
-        };
-        Ok((
-            may("if=/dev/nvme0n1 of=/dev/null iflag=direct")?,
-            may("if=/dev/zero of=/dev/nvme0n1 seek=8 oflag=direct")?,
-        ))
-    }
-}
 
 pub fn two_guests_reserve_a_shared_namespace(cluster: &Cluster) -> anyhow::Result<Completion> {
     const ALL: (bool, bool) = (true, true);
@@ -95,38 +36,35 @@ pub fn two_guests_reserve_a_shared_namespace(cluster: &Cluster) -> anyhow::Resul
         cluster.guest("a").whole().boot()?,
         cluster.guest("b").whole().boot()?,
     );
-    let hosts = [(&a, 10), (&b, 11)].map(|(guest, key)| Host { guest, key });
-    let [left, right] = &hosts;
-    for host in &hosts {
-        host.guest.wait_disk()?;
-        // Linux gives a PCIe controller none.
-        let id = format!(
-            "printf '\\x{:02x}\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0' >/tmp/id",
-            host.key
-        );
-        let set = "nvme set-feature /dev/nvme0 -f 0x81 --value=1 -l 16 -d /tmp/id";
-        host.guest.sh(&format!("{id}; {set}"))?;
+    let (sh_a, sh_b) = (|command: &str| a.sh(command), |command: &str| b.sh(command));
+    let left = Reserving { sh: &sh_a, key: 10 };
+    let right = Reserving { sh: &sh_b, key: 11 };
+    for (guest, host) in [(&a, &left), (&b, &right)] {
+        guest.wait_disk()?;
+        host.identify()?;
     }
-    let uuid = |host: &Host<'_>| host.guest.sh("cat /sys/block/nvme0n1/uuid");
-    ensure!(uuid(left)? == uuid(right)?, "two namespaces");
+    let uuid = "cat /sys/block/nvme0n1/uuid";
+    ensure!(a.sh(uuid)? == b.sh(uuid)?, "two namespaces");
     let both = || anyhow::Ok((left.may()?, right.may()?));
 
     // What one writes, the other one reads.
-    left.guest
-        .sh("echo from left | dd of=/dev/nvme0n1 bs=4k conv=sync oflag=direct 2>/dev/null")?;
+    a.sh("echo from left | dd of=/dev/nvme0n1 bs=4k conv=sync oflag=direct 2>/dev/null")?;
     let read = "dd if=/dev/nvme0n1 bs=4k count=1 iflag=direct 2>/dev/null | head -n 1";
-    ensure!(right.guest.sh(read)? == "from left");
+    ensure!(b.sh(read)? == "from left");
 
     ensure!(both()? == (ALL, ALL));
     ensure!(
-        left.acquire(WRITE_EXCLUSIVE, 0, 0).is_err(),
+        left.acquire(WRITE_EXCLUSIVE, ACQUIRE, 0).is_err(),
         "without a key"
     );
     left.register()?;
-    left.acquire(WRITE_EXCLUSIVE, 0, 0)?;
+    left.acquire(WRITE_EXCLUSIVE, ACQUIRE, 0)?;
     ensure!(both()? == (ALL, READ));
     right.register()?;
-    ensure!(right.acquire(EXCLUSIVE_ACCESS, 0, 0).is_err(), "it is held");
+    ensure!(
+        right.acquire(EXCLUSIVE_ACCESS, ACQUIRE, 0).is_err(),
+        "it is held"
+    );
     ensure!(both()? == (ALL, READ));
     ensure!(
         right.report()? == (1, vec![10, 11]),
@@ -137,7 +75,7 @@ pub fn two_guests_reserve_a_shared_namespace(cluster: &Cluster) -> anyhow::Resul
     // The other one takes it, while the holder writes and its processes are killed.
     let fio = "fio --output-format=terse --name=load --filename=/dev/nvme0n1 --direct=1 --ioengine=libaio \
                --rw=randwrite --bs=4k --iodepth=16 --offset=1M --size=16M --time_based --runtime=30";
-    let load = left.guest.exec_start(fio, SHORT)?;
+    let load = a.exec_start(fio, SHORT)?;
     kill_process(worker(lender.pid(), DISKS[0])?, Signal::KILL)?;
     kill_process(child(keeper.pid(), "serve")?, Signal::KILL)?;
     right.acquire(EXCLUSIVE_ACCESS, PREEMPT_AND_ABORT, 10)?;
@@ -153,15 +91,12 @@ pub fn two_guests_reserve_a_shared_namespace(cluster: &Cluster) -> anyhow::Resul
     ensure!(both()? == (ALL, ALL));
 
     // Registrants share it, also after a reboot of one, which gives its identifier anew.
-    right.acquire(WRITE_EXCLUSIVE_REGISTRANTS_ONLY, 0, 0)?;
+    right.acquire(WRITE_EXCLUSIVE_REGISTRANTS_ONLY, ACQUIRE, 0)?;
     ensure!(both()? == (ALL, ALL));
-    left.guest.reboot(farside_tests::BOOT)?;
-    left.guest.wait_disk()?;
+    a.reboot(farside_tests::BOOT)?;
+    a.wait_disk()?;
     ensure!(both()? == (READ, ALL), "a host without an identifier");
-    left.guest.sh(
-        "printf '\\x0a\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0\\0' >/tmp/id
-        nvme set-feature /dev/nvme0 -f 0x81 --value=1 -l 16 -d /tmp/id",
-    )?;
+    left.identify()?;
     ensure!(both()? == (ALL, ALL));
     left.acquire(WRITE_EXCLUSIVE, PREEMPT, 11)?;
     ensure!(both()? == (ALL, READ));

@@ -17,7 +17,7 @@ fn main() {
     let mut args = Arguments::from_args();
     // Each runs two or three VMs, some of them nested, and uses the whole machine.
     args.test_threads.get_or_insert(1);
-    let tests: [(&str, Test); 10] = [
+    let tests: [(&str, Test); 11] = [
         (
             "a_guest_uses_a_physical_drive_of_its_own_host",
             a_guest_uses_a_physical_drive_of_its_own_host,
@@ -29,6 +29,10 @@ fn main() {
         (
             "a_guest_uses_an_image_of_another_host_over_the_network",
             a_guest_uses_an_image_of_another_host_over_the_network,
+        ),
+        (
+            "guests_of_two_hosts_share_an_image_of_a_third_and_fence_each_other",
+            hosts::fencing,
         ),
         (
             "two_devices_of_a_guest_share_windows_through_an_ntb",

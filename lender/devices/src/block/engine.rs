@@ -2,7 +2,7 @@
 
 use std::{io, os::fd::BorrowedFd};
 
-use farside_medium::Condition;
+use farside_medium::{Condition, HostIdentity};
 
 use super::{Durability, Tag};
 #[cfg(doc)]
@@ -27,6 +27,17 @@ pub(super) enum RawOp {
     Sync,
     /// `fallocate` with `mode`.
     Allocate { mode: i32, offset: u64, len: u64 },
+    /// Of a shared namespace at another host: a request for its lender, in the vectors.
+    Reserve {
+        iovecs: *const libc::iovec,
+        count: u32,
+    },
+    /// Of a shared namespace at another host: the report on its reservations.
+    Report {
+        iovecs: *const libc::iovec,
+        count: u32,
+        extended: bool,
+    },
     /// Of a tap interface: [`Offloads`]. With `discard`, what came before is for nobody.
     Offloads { bits: u32, discard: bool },
 }
@@ -74,6 +85,9 @@ pub(super) trait Engine: Send {
     /// The owner waits for everything in flight: an engine whose medium may be out of reach finishes
     /// what it cannot complete soon, with ECANCELED; at once if it is `now`.
     fn hurry(&mut self, _now: bool) {}
+
+    /// On whose behalf the operations are that are queued from now on: of interest for a lender in another host.
+    fn set_host(&mut self, _host: HostIdentity) {}
 
     /// The engine is about to be dropped. Finishes all reads with ECANCELED: of frames, which may never come.
     fn cancel_reads(&mut self) {}

@@ -133,7 +133,10 @@ impl Faulty {
             }
             RawOp::Sync => RawOp::Sync,
             RawOp::Allocate { mode, offset, len } => RawOp::Allocate { mode, offset, len },
-            RawOp::Offloads { bits, discard } => RawOp::Offloads { bits, discard },
+            // A medium of this host has none of them.
+            RawOp::Offloads { .. } | RawOp::Reserve { .. } | RawOp::Report { .. } => {
+                return -libc::EOPNOTSUPP;
+            }
         };
         // As for any engine, the vectors' memory is valid until the tag is reaped.
         perform(&self.file, op)
@@ -169,8 +172,10 @@ fn access(op: &RawOp) -> Access {
             offset,
             ..
         } => Access::Write(offset, len(iovecs, count)),
-        // No image has offloads.
-        RawOp::Sync | RawOp::Offloads { .. } => Access::Sync,
+        // The others no image has.
+        RawOp::Sync | RawOp::Offloads { .. } | RawOp::Reserve { .. } | RawOp::Report { .. } => {
+            Access::Sync
+        }
         RawOp::Allocate { offset, len, .. } => Access::Allocate(offset, len),
     }
 }

@@ -19,6 +19,7 @@ use super::{
     medium::{Direction as MediumDirection, Medium},
     transfer::Job,
 };
+use crate::nvme::{Group, LentReservations, MAX_REQUEST};
 
 /// Bytes for the data of operations in flight.
 const MEMORY: usize = 16 << 20;
@@ -34,6 +35,9 @@ const BURST: usize = 64;
 
 /// Most rounds of receiving, serving and answering before the caller looks at everything else.
 const ROUNDS: usize = 16;
+
+/// Time between two looks whether the I/O of other controllers has ended, which wake nobody.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// Time after a failure for which answers have the medium's condition.
 const CONDITION_AGE: Duration = Duration::from_secs(60);
@@ -80,6 +84,10 @@ pub struct LentMedium {
     posted: u64,
     size: u64,
     read_only: bool,
+    /// Of a shared namespace.
+    reservations: Option<LentReservations>,
+    /// The request that waits for the I/O of preempted hosts.
+    aborting: Option<Tag>,
     condition: Condition,
     /// The last failure.
     failed: Option<Instant>,
@@ -123,6 +131,8 @@ impl LentMedium {
             posted: 0,
             size,
             read_only,
+            reservations: None,
+            aborting: None,
             condition: Condition {
                 size,
                 full: false,
@@ -132,6 +142,12 @@ impl LentMedium {
             failures: Medium::new(format!("{what} {name}"), size),
             stats: Stats::default(),
         })
+    }
+
+    /// Checks each operation with the `reservations` of the medium.
+    pub fn sharing(mut self, reservations: LentReservations) -> Self {
+        self.reservations = Some(reservations);
+        self
     }
 
     /// Receives, serves and answers, without blocking. `on_failed_sync` is called before the borrower
@@ -148,6 +164,7 @@ impl LentMedium {
                 finished = true;
                 self.finish(tag, result, on_failed_sync);
             }
+            finished |= self.finish_abort();
             self.link.flush().map_err(Ended::Cut)?;
             let released = self.release_sent();
             if !received && !finished && !released {
@@ -159,6 +176,11 @@ impl LentMedium {
             }
         }
         Ok(Turn::More)
+    }
+
+    /// When to look again although no descriptor is ready.
+    pub fn looks_again(&self) -> Option<Duration> {
+        self.aborting.map(|_| LOOK)
     }
 
     /// A current failure of the medium.
@@ -214,7 +236,10 @@ impl LentMedium {
 
     /// Whether the borrower is listened to.
     fn reads(&self) -> bool {
-        self.has_room() && !self.block.is_held()
+        let in_flight = !self.block.is_idle();
+        let mut reservations = self.reservations.iter();
+        let admitted = reservations.all(|it| it.would_take(in_flight));
+        self.has_room() && !self.block.is_held() && admitted
     }
 
     fn has_room(&self) -> bool {
@@ -229,7 +254,7 @@ impl LentMedium {
     /// Receives frames, and starts what they ask for. Returns whether there were any.
     fn receive(&mut self) -> Result<bool, Ended> {
         for count in 0..BURST {
-            if !self.has_room() || !self.block.may_take() {
+            if !self.has_room() || !self.block.may_take() || !self.is_admitted() {
                 return Ok(count > 0);
             }
             let (slots, free, memory) = (&mut self.slots, &mut self.free, &self.memory);
@@ -237,11 +262,32 @@ impl LentMedium {
             let received = self.link.receive_some(place);
             match received.map_err(Ended::Cut)? {
                 Some(Frame::Return) => return Err(Ended::Returned),
+                Some(Frame::Host(host)) => {
+                    if let Some(reservations) = &mut self.reservations {
+                        reservations.set_host(host);
+                    }
+                }
                 Some(frame) => self.start(frame),
                 None => return Ok(count > 0),
             }
         }
         Ok(true)
+    }
+
+    /// Whether reservations let an operation be received and checked now.
+    fn is_admitted(&mut self) -> bool {
+        let in_flight = !self.block.is_idle();
+        let reservations = self.reservations.as_mut();
+        reservations.is_none_or(|it| it.take(in_flight))
+    }
+
+    /// Tells other controllers of a shared namespace if nothing is in flight.
+    fn rest(&mut self) {
+        if self.block.is_idle()
+            && let Some(reservations) = &mut self.reservations
+        {
+            reservations.rest();
+        }
     }
 
     fn start(&mut self, frame: Frame) {
@@ -260,11 +306,13 @@ impl LentMedium {
                 _ => (tag, Some(BlockError::Unsupported)),
             },
             Frame::Sync { tag } => (tag, None),
+            Frame::Reserve { tag, len } => return self.reserve(tag, len as usize),
+            Frame::Report { tag, extended, .. } => return self.report(tag, extended),
             Frame::Offloads { tag, .. } if self.block.is_of_frames() => (tag, None),
             Frame::Offloads { tag, .. } => (tag, Some(BlockError::Unsupported)),
             _ => return,
         };
-        if let Some(error) = refusal {
+        if let Some(error) = refusal.or_else(|| self.conflict(&frame)) {
             return self.answer(tag, Err(error));
         }
         let slot = &self.slots[usize::from(tag)];
@@ -300,6 +348,69 @@ impl LentMedium {
             }
             _ => {}
         }
+    }
+
+    /// Whether reservations refuse an operation.
+    fn conflict(&self, frame: &Frame) -> Option<BlockError> {
+        let group = match frame {
+            Frame::Read { .. } => Group::Read,
+            _ => Group::Write,
+        };
+        let checked = self.reservations.as_ref()?.check(group);
+        checked.err().map(BlockError::Refused)
+    }
+
+    /// Executes a request of `len` bytes.
+    fn reserve(&mut self, tag: Tag, len: usize) {
+        let mut request = [0; MAX_REQUEST];
+        let slot = &self.slots[usize::from(tag)];
+        let first = slot.parts.first();
+        let slice = first.and_then(|part| part_of(&self.memory, *part, len.min(MAX_REQUEST)));
+        let executed = match (&mut self.reservations, slice) {
+            (Some(reservations), Some(slice)) => {
+                slice.read(&mut request[..slice.len()]);
+                reservations.execute(&request[..slice.len()])
+            }
+            _ => return self.answer(tag, Err(BlockError::Unsupported)),
+        };
+        match executed {
+            Ok(Some(result)) => self.answer_with(tag, Ok(result)),
+            Ok(None) => self.aborting = Some(tag),
+            Err(status) => self.answer(tag, Err(BlockError::Refused(status))),
+        }
+    }
+
+    /// Answers a request that has waited for the I/O of preempted hosts. Returns whether it did.
+    fn finish_abort(&mut self) -> bool {
+        self.rest();
+        let reservations = self.reservations.as_mut();
+        let Some(result) = reservations.and_then(LentReservations::aborted) else {
+            return false;
+        };
+        if let Some(tag) = self.aborting.take() {
+            self.answer_with(tag, result.map_err(BlockError::Refused));
+        }
+        true
+    }
+
+    /// Answers with the report on reservations, and zeroes after it.
+    fn report(&mut self, tag: Tag, extended: bool) {
+        let report = match &self.reservations {
+            Some(reservations) => reservations.report(extended),
+            None => return self.answer(tag, Err(BlockError::Unsupported)),
+        };
+        let mut report = match report {
+            Ok(report) => report,
+            Err(status) => return self.answer(tag, Err(BlockError::Refused(status))),
+        };
+        let parts = &self.slots[usize::from(tag)].parts;
+        report.resize(parts.len() * PART, 0);
+        for (part, bytes) in parts.iter().zip(report.chunks(PART)) {
+            if let Some(slice) = part_of(&self.memory, *part, PART) {
+                slice.write(bytes);
+            }
+        }
+        self.answer(tag, Ok(()));
     }
 
     fn outside(&self, offset: u64, len: u64) -> Option<BlockError> {
@@ -345,6 +456,11 @@ impl LentMedium {
     }
 
     fn answer(&mut self, tag: Tag, result: Result<(), BlockError>) {
+        self.answer_with(tag, result.map(|()| 0));
+    }
+
+    /// Answers an operation; a request with this result.
+    fn answer_with(&mut self, tag: Tag, result: Result<u32, BlockError>) {
         self.block.release(tag);
         self.stats.errors += u64::from(result.is_err());
         let slot = &self.slots[usize::from(tag)];
@@ -356,7 +472,7 @@ impl LentMedium {
             Frame::Read { len, .. } | Frame::Write { len, .. } if self.block.is_of_frames() => {
                 (self.block.moved(tag) as u32).min(len)
             }
-            Frame::Read { len, .. } | Frame::Write { len, .. } => len,
+            Frame::Read { len, .. } | Frame::Write { len, .. } | Frame::Report { len, .. } => len,
             _ => 0,
         };
         let stats = &mut self.stats;
@@ -374,8 +490,9 @@ impl LentMedium {
             _ => {}
         }
         let (result, data) = match (result, frame) {
-            (Ok(()), Frame::Read { .. }) => (bytes as i32, bytes),
-            (Ok(()), _) => (bytes as i32, 0),
+            (Ok(_), Frame::Read { .. } | Frame::Report { .. }) => (bytes as i32, bytes),
+            (Ok(result), Frame::Reserve { .. }) => (result as i32, 0),
+            (Ok(_), _) => (bytes as i32, 0),
             (Err(error), _) => (-error.errno(), 0),
         };
         let done = Frame::Done {
@@ -432,9 +549,12 @@ fn place(
     frame: &Frame,
 ) -> Result<Memory, FrameError> {
     let (tag, len) = match *frame {
-        Frame::Read { tag, len, .. } | Frame::Write { tag, len, .. } => (tag, len as usize),
+        Frame::Read { tag, len, .. }
+        | Frame::Write { tag, len, .. }
+        | Frame::Reserve { tag, len }
+        | Frame::Report { tag, len, .. } => (tag, len as usize),
         Frame::Sync { tag } | Frame::Allocate { tag, .. } | Frame::Offloads { tag, .. } => (tag, 0),
-        Frame::Return | Frame::Alive => return Ok(Memory::NONE),
+        Frame::Return | Frame::Alive | Frame::Host(_) => return Ok(Memory::NONE),
         Frame::Done { .. } | Frame::Release { .. } => return Err(FrameError::Unexpected(*frame)),
     };
     let slot = slots.get_mut(usize::from(tag));

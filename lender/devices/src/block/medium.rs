@@ -135,7 +135,10 @@ impl Medium {
     ) {
         let cause = match error {
             // Not failures of the medium.
-            BlockError::GuestMemory | BlockError::Unsupported | BlockError::Unreachable => return,
+            BlockError::GuestMemory
+            | BlockError::Unsupported
+            | BlockError::Unreachable
+            | BlockError::Refused(_) => return,
             BlockError::ReadOnly => Cause::ReadOnly,
             // A block device returns ENOSPC past its end.
             _ if condition.size < self.size => Cause::Shrunk { to: condition.size },

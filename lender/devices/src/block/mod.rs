@@ -41,7 +41,7 @@ use std::{
 };
 
 use farside_fabric::memory::HostSlice;
-use farside_medium::Condition;
+use farside_medium::{Condition, HostIdentity, REFUSED};
 use serde::{Deserialize, Serialize};
 
 pub use image::{Image, ImageAccess, ImageError, ImageId};
@@ -105,6 +105,8 @@ pub enum BlockError {
     Medium(i32),
     /// The host that has the medium is out of reach, and the operation was given up.
     Unreachable,
+    /// Reservations refuse it, with these bits of a status.
+    Refused(u16),
 }
 
 impl BlockError {
@@ -118,6 +120,7 @@ impl BlockError {
             Self::EndsEarly => 0,
             Self::Medium(errno) => errno,
             Self::Unreachable => libc::ECANCELED,
+            Self::Refused(status) => REFUSED + i32::from(status),
         }
     }
 }
@@ -321,13 +324,34 @@ impl BlockQueue {
         self.start(tag, Job::zero(offset, len, punch));
     }
 
+    /// Has the lender of a shared namespace execute a request, whose result is then [`BlockQueue::moved`].
+    pub fn reserve(&mut self, tag: Tag, request: Vec<u8>) {
+        self.transfers[usize::from(tag)].set_scratch(request);
+        self.start(tag, Job::Reserve);
+    }
+
+    /// Reads the report on the reservations of a shared namespace into the tag's guest memory.
+    pub fn report(&mut self, tag: Tag, extended: bool) {
+        self.start(tag, Job::Report { extended });
+    }
+
+    /// See [`Engine::set_host`].
+    pub fn set_host(&mut self, host: HostIdentity) {
+        self.engine.set_host(host);
+    }
+
+    /// Whether any transfer is in flight.
+    pub fn is_idle(&self) -> bool {
+        self.in_flight == 0
+    }
+
     /// Sets what the receiver of a tap interface's frames can do; with `discard`, what came for a former one is lost.
     pub fn set_offloads(&mut self, tag: Tag, offloads: Offloads, discard: bool) {
         let bits = offloads.bits();
         self.start(tag, Job::Offloads { bits, discard });
     }
 
-    /// The bytes that the last transfer of an idle tag has moved.
+    /// The bytes that the last transfer of an idle tag has moved, or the result of a request.
     pub fn moved(&self, tag: Tag) -> u64 {
         self.transfers[usize::from(tag)].moved()
     }

@@ -5,6 +5,8 @@
 //! order in which they were started. A write that was done already is so done twice, which nobody sees:
 //! what the guest started after its answer was not started before.
 
+mod frames;
+
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -12,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_medium::{Condition, Frame, FrameError, Link, LinkError, MAX_DATA, Memory};
+use farside_medium::{Condition, Frame, HostIdentity, Link, LinkError, Memory};
 use rustix::{
     buffer::spare_capacity,
     event::{PollFd, PollFlags, Timespec, epoll, poll},
@@ -22,7 +24,8 @@ use rustix::{
     },
 };
 
-use super::{Durability, Engine, RawOp, Tag, eventfd};
+use super::{Engine, RawOp, Tag, eventfd};
+use frames::{Operation, place, post};
 
 /// Time for operations to end while the owner waits for that, before they are given up: shorter than
 /// it waits for DMA in flight.
@@ -121,18 +124,6 @@ impl MediumKeeper {
     }
 }
 
-struct Operation {
-    op: RawOp,
-    /// In the order of [`Engine::queue`].
-    number: u64,
-    /// Its frame, by [`Link::posted`]; none has this number while there is no connection.
-    frame: u64,
-}
-
-// SAFETY: only the kernel and the link use the pointers in `op`, to memory that `Engine::queue`'s
-// caller keeps valid until the tag is reaped or the engine is dropped.
-unsafe impl Send for Operation {}
-
 enum State {
     Connected(Box<Link>),
     Waiting,
@@ -153,6 +144,8 @@ pub(super) struct Network {
     /// This connection has answered an operation.
     has_answered: bool,
     finished: Vec<(Tag, i32)>,
+    /// Of a shared namespace: on whose behalf the operations are.
+    host: Option<HostIdentity>,
     condition: Condition,
     /// Since when the owner waits for everything in flight.
     hurried: Option<Instant>,
@@ -200,6 +193,7 @@ impl Network {
             waited: 0,
             has_answered: false,
             finished: Vec::with_capacity(depth.into()),
+            host: None,
             condition: Condition {
                 size,
                 full: false,
@@ -264,6 +258,9 @@ impl Network {
             .filter_map(|(tag, operation)| Some((operation.as_ref()?, tag)))
             .collect();
         again.sort_unstable_by_key(|(operation, _)| operation.number);
+        if let Some(host) = self.host {
+            link.post(Frame::Host(host), Memory::NONE);
+        }
         let mut frames = Vec::with_capacity(again.len());
         for (operation, tag) in again {
             frames.push((tag, link.posted()));
@@ -381,90 +378,6 @@ fn watch(epoll: &OwnedFd, link: &Link) -> io::Result<()> {
     Ok(epoll::add(epoll, link, data, flags)?)
 }
 
-/// Where the data of a frame belongs; refuses what answers no operation.
-fn place(operations: &[Option<Operation>], sent: u64, frame: &Frame) -> Result<Memory, FrameError> {
-    let Frame::Done {
-        tag, result, data, ..
-    } = *frame
-    else {
-        return match frame {
-            Frame::Release { .. } | Frame::Alive => Ok(Memory::NONE),
-            other => Err(FrameError::Unexpected(*other)),
-        };
-    };
-    let operation = operations.get(usize::from(tag)).and_then(Option::as_ref);
-    // Its memory is in use until it was sent whole, whatever the lender says.
-    let operation = operation.filter(|operation| operation.frame < sent);
-    let (memory, most, data_len) = match operation.map(|operation| &operation.op) {
-        Some(RawOp::Read { iovecs, count, .. }) => {
-            // SAFETY: by the contract of `Engine::queue` the vectors and their memory are valid until
-            // the tag is reaped, which is when this frame has arrived, or the engine is dropped with
-            // its link. `finish_all` ends the connection first.
-            let memory = unsafe { Memory::new(*iovecs, *count as usize) };
-            (memory, len(*iovecs, *count), result.max(0))
-        }
-        Some(RawOp::Write { iovecs, count, .. }) => (Memory::NONE, len(*iovecs, *count), 0),
-        Some(RawOp::Sync | RawOp::Allocate { .. } | RawOp::Offloads { .. }) => (Memory::NONE, 0, 0),
-        None => return Err(FrameError::Unexpected(*frame)),
-    };
-    match i64::from(result) <= i64::from(most) && data as i32 == data_len {
-        true => Ok(memory),
-        false => Err(FrameError::Unexpected(*frame)),
-    }
-}
-
-/// Bytes of vectors, at most those of a frame; the rest is another operation.
-fn len(iovecs: *const libc::iovec, count: u32) -> u32 {
-    // SAFETY: `count` valid vectors, by the contract of `Engine::queue`.
-    let iovecs = unsafe { std::slice::from_raw_parts(iovecs, count as usize) };
-    let len = iovecs
-        .iter()
-        .fold(0usize, |len, iovec| len.saturating_add(iovec.iov_len));
-    len.min(MAX_DATA) as u32
-}
-
-fn post(link: &mut Link, tag: Tag, op: &RawOp) {
-    let (frame, memory) = match *op {
-        RawOp::Read {
-            iovecs,
-            count,
-            offset,
-        } => {
-            let len = len(iovecs, count);
-            (Frame::Read { tag, offset, len }, Memory::NONE)
-        }
-        RawOp::Write {
-            iovecs,
-            count,
-            offset,
-            durability,
-        } => {
-            let frame = Frame::Write {
-                tag,
-                offset,
-                len: len(iovecs, count),
-                durable: durability == Durability::Durable,
-            };
-            // SAFETY: by the contract of `Engine::queue` the vectors and their memory are valid until
-            // the tag is reaped: after its answer, which comes after the frame was sent, or when its
-            // link has been dropped.
-            (frame, unsafe { Memory::new(iovecs, count as usize) })
-        }
-        RawOp::Sync => (Frame::Sync { tag }, Memory::NONE),
-        RawOp::Allocate { mode, offset, len } => {
-            let frame = Frame::Allocate {
-                tag,
-                mode,
-                offset,
-                len,
-            };
-            (frame, Memory::NONE)
-        }
-        RawOp::Offloads { bits, discard } => (Frame::Offloads { tag, bits, discard }, Memory::NONE),
-    };
-    link.post(frame, memory);
-}
-
 impl Engine for Network {
     unsafe fn queue(&mut self, tag: Tag, op: RawOp) {
         self.hurried = None;
@@ -523,6 +436,16 @@ impl Engine for Network {
 
     fn is_connected(&self) -> bool {
         matches!(self.state, State::Connected(_))
+    }
+
+    fn set_host(&mut self, host: HostIdentity) {
+        if self.host.replace(host) != Some(host)
+            && let State::Connected(link) = &mut self.state
+        {
+            link.post(Frame::Host(host), Memory::NONE);
+            // With it, a reservation may end for which others wait.
+            self.flush();
+        }
     }
 
     fn cancel_reads(&mut self) {

@@ -350,7 +350,9 @@ impl Engine for TapEngine {
             // SAFETY: the caller's contract.
             RawOp::Write { iovecs, count, .. } => unsafe { self.write(iovecs, count) },
             RawOp::Sync => 0,
-            RawOp::Allocate { .. } => -libc::EOPNOTSUPP,
+            RawOp::Allocate { .. } | RawOp::Reserve { .. } | RawOp::Report { .. } => {
+                -libc::EOPNOTSUPP
+            }
             RawOp::Offloads { bits, discard } => self.set_offloads(bits, discard),
         };
         self.finished.push((tag, result));

@@ -170,7 +170,9 @@ pub(super) fn perform(file: &File, op: RawOp) -> i32 {
             RawOp::Allocate { mode, offset, len } => {
                 libc::fallocate(fd, mode, offset as i64, len as i64) as isize
             }
-            RawOp::Offloads { .. } => libc::fallocate(fd, NO_MODE, 0, 1) as isize,
+            RawOp::Offloads { .. } | RawOp::Reserve { .. } | RawOp::Report { .. } => {
+                libc::fallocate(fd, NO_MODE, 0, 1) as isize
+            }
         }
     };
     match result {

@@ -2,6 +2,7 @@
 //! operations.
 
 use farside_fabric::memory::HostSlice;
+use farside_medium::REFUSED;
 
 use super::{BlockError, BlockQueue, Durability, PUNCH_HOLE, RawOp, ZERO_RANGE};
 
@@ -43,6 +44,12 @@ pub(super) enum Job {
         len: u64,
         method: ZeroMethod,
         punch: bool,
+    },
+    /// Sends the request in the scratch memory.
+    Reserve,
+    /// Reads a report into guest memory.
+    Report {
+        extended: bool,
     },
     /// Of a tap interface.
     Offloads {
@@ -118,6 +125,12 @@ impl Transfer {
         (&self.scratch, &self.slices)
     }
 
+    /// Puts a request into the scratch memory.
+    pub(super) fn set_scratch(&mut self, bytes: Vec<u8>) {
+        self.assert_idle();
+        self.scratch = bytes;
+    }
+
     /// Whether guest memory of it was replaced by zero pages meanwhile: the data is not the guest's.
     pub(super) fn has_lost_memory(&self) -> bool {
         self.slices.iter().any(|slice| slice.memory().is_gone())
@@ -145,6 +158,8 @@ impl Transfer {
             } if writes_zeroes => len,
             Job::Idle
             | Job::Flush
+            | Job::Reserve
+            | Job::Report { .. }
             | Job::Allocate { .. }
             | Job::Zero { .. }
             | Job::Offloads { .. } => 0,
@@ -171,21 +186,28 @@ impl Transfer {
         self.retries = 0;
         match job {
             Job::Idle => return None,
-            Job::ReadGuest { .. } | Job::WriteGuest { .. } => self.iovecs_from_slices(),
+            Job::ReadGuest { .. } | Job::WriteGuest { .. } | Job::Report { .. } => {
+                self.iovecs_from_slices();
+            }
             Job::ReadScratch { len, .. } => {
                 let len = len.min(BlockQueue::SCRATCH);
                 self.scratch.clear();
                 self.scratch.resize(len, 0);
-                self.iovecs.push(libc::iovec {
-                    iov_base: self.scratch.as_mut_ptr().cast(),
-                    iov_len: len,
-                });
+                self.iovec_from_scratch();
             }
+            Job::Reserve => self.iovec_from_scratch(),
             Job::Flush | Job::Allocate { .. } | Job::Zero { .. } | Job::Offloads { .. } => {}
         }
         let op = Self::op(&job, &self.iovecs, self.next, self.moved)?;
         self.job = job;
         Some(op)
+    }
+
+    fn iovec_from_scratch(&mut self) {
+        self.iovecs.push(libc::iovec {
+            iov_base: self.scratch.as_mut_ptr().cast(),
+            iov_len: self.scratch.len(),
+        });
     }
 
     /// Builds one vector for each range that is contiguous in host memory.
@@ -225,6 +247,12 @@ impl Transfer {
             }),
             Job::Flush => Some(RawOp::Sync),
             Job::Allocate { mode, offset, len } => Some(RawOp::Allocate { mode, offset, len }),
+            Job::Reserve => Some(RawOp::Reserve { iovecs, count }),
+            Job::Report { extended } => (count > 0).then_some(RawOp::Report {
+                iovecs,
+                count,
+                extended,
+            }),
             Job::Offloads { bits, discard } => Some(RawOp::Offloads { bits, discard }),
             Job::Zero {
                 offset,
@@ -277,11 +305,11 @@ impl Transfer {
         self.moved = u64::try_from(result).unwrap_or(0);
         Step::Done(match result {
             0.. => Ok(()),
-            _ => Err(error_of(-result)),
+            _ => Err(error_of(result.saturating_neg())),
         })
     }
 
-    /// The bytes that the last job has transferred.
+    /// The bytes that the last job has transferred, or the result of a request.
     pub(super) fn moved(&self) -> u64 {
         self.moved
     }
@@ -289,7 +317,7 @@ impl Transfer {
     /// Returns whether the job is complete.
     fn advance(&mut self, result: i32) -> Result<bool, BlockError> {
         if result < 0 {
-            return self.refused(-result).map(|()| false);
+            return self.refused(result.saturating_neg()).map(|()| false);
         }
         self.retries = 0;
         match self.job {
@@ -306,7 +334,14 @@ impl Transfer {
                 Ok(self.moved == len)
             }
             Job::Zero { .. } => Ok(true),
-            Job::ReadGuest { .. } | Job::WriteGuest { .. } | Job::ReadScratch { .. } => {
+            Job::Reserve => {
+                self.moved = result as u64;
+                Ok(true)
+            }
+            Job::ReadGuest { .. }
+            | Job::WriteGuest { .. }
+            | Job::ReadScratch { .. }
+            | Job::Report { .. } => {
                 self.consume(result as usize)?;
                 Ok(self.next == self.iovecs.len())
             }
@@ -389,6 +424,7 @@ fn error_of(errno: i32) -> BlockError {
         libc::EOPNOTSUPP | libc::ENOSYS => BlockError::Unsupported,
         libc::EROFS | libc::EPERM => BlockError::ReadOnly,
         libc::ECANCELED => BlockError::Unreachable,
+        REFUSED.. => BlockError::Refused((errno - REFUSED) as u16),
         _ => BlockError::Medium(errno),
     }
 }

@@ -139,7 +139,9 @@ impl Uring {
                 .mode(mode)
                 .build()
                 .flags(squeue::Flags::ASYNC),
-            RawOp::Offloads { .. } => opcode::Fallocate::new(IMAGE, 1).mode(NO_MODE).build(),
+            RawOp::Offloads { .. } | RawOp::Reserve { .. } | RawOp::Report { .. } => {
+                opcode::Fallocate::new(IMAGE, 1).mode(NO_MODE).build()
+            }
         }
     }
 

@@ -268,6 +268,7 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
             copy_out(&slices, &mut data[..data_len]);
             let id = u128::from_le_bytes(data);
             nvme.features.set_host_identifier(id, is_extended)?;
+            nvme.tell_host();
             DONE
         }
         features::RESERVATION_MASK if nvme.shared.is_some() => {
@@ -275,8 +276,7 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
             DONE
         }
         features::RESERVATION_PERSISTENCE if nvme.shared.is_some() => {
-            reservations::set_persistence(nvme, command.cdw(11) & 1 != 0)?;
-            DONE
+            reservations::set_persistence(nvme, command, command.cdw(11) & 1 != 0)
         }
         features::QUEUE_COUNT if nvme.queues.has_io_queues() => Err(Status::COMMAND_SEQUENCE_ERROR),
         features::WRITE_CACHE => {
@@ -319,7 +319,10 @@ fn get_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
                 return get_host_identifier(nvme, command, select, dma);
             }
             features::RESERVATION_MASK => Some(nvme.features.reservation_mask),
-            features::RESERVATION_PERSISTENCE => Some(reservations::persistence(nvme)?.into()),
+            features::RESERVATION_PERSISTENCE if select == Select::Current => {
+                return reservations::persistence(nvme, command);
+            }
+            features::RESERVATION_PERSISTENCE => Some(0),
             _ => None,
         };
         if let Some(value) = value {

@@ -206,6 +206,19 @@ impl Config {
         ReservationFile::map(file, id).map_err(|source| self.reservations_failed(source))
     }
 
+    /// The number of the device `id` in the NVM subsystem, and the UUID of the namespace, of a file that was prepared.
+    ///
+    /// # Errors
+    /// [`ConfigError::Reservations`].
+    pub fn reservations_identity(
+        &self,
+        file: &File,
+        id: &str,
+    ) -> Result<(u16, [u8; 16]), ConfigError> {
+        let identity = ReservationFile::identity(file, id);
+        identity.map_err(|source| self.reservations_failed(source))
+    }
+
     /// The process that served the device `id` is gone; its lease may be `over`.
     ///
     /// # Errors

@@ -32,7 +32,7 @@ use super::{
     namespace::{Namespace, uuid_from},
     queues::{DoorbellError, Queues},
     registers::{Registers, Shutdown},
-    reservations::{ReservationFile, Shared},
+    reservations::Shared,
     saved::Answered,
     slots::{IO_SLOTS, RESERVED_SLOTS, Slots, Work},
     stats::Stats,
@@ -132,24 +132,6 @@ impl Nvme {
         let block = BlockQueue::open(file, config.engine, IO_SLOTS + RESERVED_SLOTS)
             .and_then(|block| block.limited(config.limits));
         Self::with_block(id, config, block, (size, punches_holes))
-    }
-
-    /// Shares its namespace with the other controllers of `file`, of the same configuration.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::Reservations`].
-    pub fn sharing(mut self, config: &Config, file: ReservationFile) -> Result<Self, ConfigError> {
-        let uuid = file.uuid();
-        self.namespace.uuid = uuid.map_err(|source| config.reservations_failed(source.into()))?;
-        if config.serial.is_none() {
-            // Controllers of one subsystem have one serial number.
-            let bytes = self.namespace.uuid[..10].iter();
-            self.names.serial = bytes.map(|byte| format!("{byte:02x}")).collect();
-        }
-        let shared = Shared::new(file);
-        self.shared = Some(shared.map_err(|source| config.reservations_failed(source))?);
-        Ok(self)
     }
 
     /// As [`Nvme::open`], on a medium of `size` bytes that another host has, and whose deallocated
@@ -426,7 +408,8 @@ impl Nvme {
     fn finish_io(&mut self, tag: Tag, result: Result<(), BlockError>, bus: &mut Bus<'_>) {
         let work = self.slots[tag].work;
         io::note_medium(self, work, result);
-        if result.is_err() && matches!(work, Work::Flush | Work::Shutdown) && !self.flush_failed {
+        let has_failed = !matches!(result, Ok(()) | Err(BlockError::Refused(_)));
+        if has_failed && matches!(work, Work::Flush | Work::Shutdown) && !self.flush_failed {
             // Before the command completes: executed again, it would succeed.
             self.flush_failed = true;
             self.save();

@@ -21,8 +21,8 @@ use crate::{
 
 /// The command that a slot is for.
 pub(super) struct Target {
-    sq_id: u16,
-    command_id: u16,
+    pub(super) sq_id: u16,
+    pub(super) command_id: u16,
     nsid: u32,
     lba: u64,
 }
@@ -87,7 +87,7 @@ pub(super) fn execute(
         | io::RESERVATION_RELEASE
             if nvme.shared.is_some() =>
         {
-            reservations::execute(nvme, sq_id, command, bus)
+            reservations::execute(nvme, target, command, bus)
         }
         _ => Err(Status::INVALID_OPCODE),
     }
@@ -106,7 +106,7 @@ fn transfer_extent(nvme: &Nvme, command: &Command) -> Result<Extent, Status> {
 }
 
 /// Takes a slot and the guest memory of `len` bytes for it.
-fn take_with_data(
+pub(super) fn take_with_data(
     nvme: &mut Nvme,
     target: &Target,
     command: &Command,
@@ -342,9 +342,13 @@ pub(super) fn step(
             read_part(nvme, tag, rest);
             None
         }
-        Work::Free | Work::Flush | Work::Zero { .. } | Work::Deallocate | Work::Shutdown => {
-            Some(Ok(0))
-        }
+        Work::Reserve => Some(Ok(nvme.block.moved(tag) as u32)),
+        Work::Free
+        | Work::Report
+        | Work::Flush
+        | Work::Zero { .. }
+        | Work::Deallocate
+        | Work::Shutdown => Some(Ok(0)),
     }
 }
 
@@ -415,6 +419,8 @@ fn status_of(work: Work, error: BlockError) -> Status {
         (BlockError::GuestMemory, _) => Status::DATA_TRANSFER_ERROR,
         (BlockError::NoSpace, _) => Status::CAPACITY_EXCEEDED,
         (BlockError::Unreachable, _) => Status::NAMESPACE_NOT_READY,
+        (BlockError::Refused(bits), _) => Status::restored(bits),
+        (_, Work::Reserve | Work::Report) => Status::INTERNAL_ERROR,
         (_, Work::Read { .. } | Work::Compare { .. } | Work::Verify { .. }) => {
             Status::UNRECOVERED_READ
         }

@@ -58,8 +58,9 @@ pub(crate) mod tests;
 pub use config::{Config, ConfigError, MODEL_LEN};
 pub use controller::Nvme;
 pub use pci::{DEVICE_ID, VENDOR_ID};
-pub use reservations::{FileError, ReservationFile};
+pub use reservations::{FileError, Lent as LentReservations, ReservationFile};
 
+pub(crate) use reservations::{Group, MAX_REQUEST};
 pub(crate) use saved::STATE_KIND;
 
 use farside_fabric::{Access, memory::HostSlice};

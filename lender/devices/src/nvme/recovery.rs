@@ -83,6 +83,7 @@ impl Nvme {
             mask,
             words,
             in_flight,
+            ..
         } = restored;
         let registers = &mut self.registers;
         registers.cc = Configuration(saved.cc & Configuration::WRITABLE);
@@ -120,7 +121,7 @@ impl Nvme {
         if !saved.ready {
             return Ok(());
         }
-        self.reservations_go_on();
+        self.tell_host();
         if saved.sqs.is_empty() || saved.cqs.is_empty() {
             return Err(StateError::Invalid(
                 "a controller is ready without admin queues",
@@ -177,7 +178,6 @@ impl Nvme {
             self.take_up(&command, answered, bus);
         }
         self.recovering = false;
-        self.reservations_recovered();
         self.queues.interrupt_all();
         true
     }

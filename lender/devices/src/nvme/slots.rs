@@ -39,6 +39,10 @@ pub enum Work {
     Verify {
         rest: Extent,
     },
+    /// A request for the lender of a shared namespace.
+    Reserve,
+    /// A report on its reservations, of the lender.
+    Report,
     /// The flush of a shutdown, without a command.
     Shutdown,
 }

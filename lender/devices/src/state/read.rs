@@ -5,9 +5,10 @@ use std::collections::BTreeSet;
 use farside_hand_over::{decode, read_writer};
 
 use super::{
-    AT_CURRENT, AT_MAGIC, AT_MASK, AT_VERSION, AT_WRITER, COMMAND, COMMAND_SIZE, COMPLETION,
-    COPY_SIZE, ENTRIES, ENTRY_SIZE, Entry, FORMAT, HEADER, InFlight, KINDS, MOST, NUMBER, NUMBERS,
-    OWNER, QUEUES, Restored, SEQUENCE, Snapshot, StateError, Words, copy_at, entry_at, words_at,
+    AT_CURRENT, AT_MAGIC, AT_MASK, AT_SEQUENCES, AT_VERSION, AT_WRITER, COMMAND, COMMAND_SIZE,
+    COMPLETION, COPY_SIZE, ENTRIES, ENTRY_SIZE, Entry, FORMAT, HEADER, InFlight, KINDS, MOST,
+    NUMBER, NUMBERS, OWNER, QUEUES, Restored, SEQUENCE, Snapshot, StateError, Words, copy_at,
+    entry_at, words_at,
 };
 
 /// The version of the state that begins with these [`HEADER`] bytes. `None`: nothing was written to it.
@@ -110,8 +111,9 @@ impl<'a> Copied<'a> {
         let is_large = |it: &InFlight| {
             it.entry.sequence >= MOST || it.completion.is_some_and(|number| number >= MOST)
         };
+        let sequences = self.u64(AT_SEQUENCES);
         let is_large_answer = saved.answered().is_some_and(|sequence| sequence >= MOST);
-        if is_large_answer || in_flight.iter().any(is_large) {
+        if is_large_answer || sequences >= MOST || in_flight.iter().any(is_large) {
             return Err(StateError::Invalid("a counter of a command is too large"));
         }
         in_flight.sort_by_key(|command| command.entry.sequence);
@@ -125,6 +127,7 @@ impl<'a> Copied<'a> {
         Ok(Restored {
             saved,
             mask: self.u32(AT_MASK),
+            sequences,
             words,
             in_flight,
         })

@@ -1,6 +1,7 @@
 //! A worker, and its lease.
 
 use std::{
+    fs::File,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     process::Stdio,
@@ -52,17 +53,22 @@ impl WorkerDevice {
             .filter(|_| lease.transport != Transport::Network);
         let served = match lease.chain.filter(|_| kept.is_none()) {
             Some(chain) => {
-                let replied = self.reply(&mut lease, chain.secret);
-                if let Err(error) = replied {
-                    return Err((Some(lease.connection), error));
-                }
+                let replied = self.open_reservations().and_then(|file| {
+                    self.reply(&mut lease, chain.secret, file.as_ref())?;
+                    Ok(file)
+                });
+                let file = match replied {
+                    Ok(file) => file,
+                    Err(error) => return Err((Some(lease.connection), error)),
+                };
                 let data = lease.connection.into_link(START_TIMEOUT);
                 let (socket, secrets) = match data {
                     Ok(data) => data,
                     Err(error) => return Err((None, StartError::Reply(error))),
                 };
-                let medium = self.served_medium(secrets);
-                (Borrower::Lent(socket), medium.map(|it| (it, Vec::new())))
+                let medium = self.served_medium(secrets, file.is_some());
+                let open = file.map(OwnedFd::from).into_iter().collect();
+                (Borrower::Lent(socket), medium.map(|it| (it, open)))
             }
             None => (Borrower::Asking(lease.connection), self.served(&lease.vm)),
         };
@@ -175,16 +181,38 @@ impl WorkerDevice {
     }
 
     /// Tells the borrower of the medium's lease, before frames follow.
-    fn reply(&self, lease: &mut Lease, chain: Secret) -> Result<(), StartError> {
+    fn reply(
+        &self,
+        lease: &mut Lease,
+        chain: Secret,
+        reservations: Option<&File>,
+    ) -> Result<(), StartError> {
         let Kind::Model(kind) = &self.device else {
             return Err(StartError::NoMedium);
         };
         let model = match &kind.model {
             // Paths, and the names of interfaces, are this host's.
-            config::Model::Nvme(config) => remote::Model::Nvme(nvme::Config {
-                image: self.id.as_str().into(),
-                ..config.clone()
-            }),
+            config::Model::Nvme(config) => {
+                let theirs = nvme::Config {
+                    image: self.id.as_str().into(),
+                    shared: None,
+                    ..config.clone()
+                };
+                match reservations {
+                    None => remote::Model::Nvme(theirs),
+                    Some(file) => {
+                        let identity = config.reservations_identity(file, self.id.as_str());
+                        let (controller, uuid) = identity.map_err(StartError::Reservations)?;
+                        remote::Model::SharedNvme(remote::Sharing {
+                            shared_nvme: remote::SharedNvme {
+                                config: theirs,
+                                controller,
+                                uuid,
+                            },
+                        })
+                    }
+                }
+            }
             config::Model::VirtioBlk(config) => remote::Model::VirtioBlk(remote::Virtio {
                 virtio_blk: virtio::Config {
                     image: self.id.as_str().into(),
@@ -211,7 +239,7 @@ impl WorkerDevice {
         sent.map_err(StartError::Reply)
     }
 
-    fn served_medium(&self, secrets: Option<Secrets>) -> Result<Served, StartError> {
+    fn served_medium(&self, secrets: Option<Secrets>, shared: bool) -> Result<Served, StartError> {
         let Kind::Model(kind) = &self.device else {
             return Err(StartError::NoMedium);
         };
@@ -222,6 +250,7 @@ impl WorkerDevice {
             size: kind.image.as_ref().map_or(0, |image| image.size),
             read_only,
             frames: matches!(kind.model, config::Model::VirtioNet(_)),
+            shared,
             secrets,
         })))
     }
@@ -263,13 +292,6 @@ impl WorkerDevice {
                 return Ok((served, vec![socket]));
             }
         };
-        let mut open = Vec::new();
-        if let Some(config) = kind.reservations() {
-            let file = config
-                .open_reservations()
-                .map_err(StartError::Reservations)?;
-            open.extend(file.map(OwnedFd::from));
-        }
         let model = match (&kind.model, &kind.image) {
             (config::Model::Nvme(config), Some(image)) => Model::Nvme {
                 config: serde_json::to_string(config).map_err(StartError::Config)?,
@@ -287,7 +309,21 @@ impl WorkerDevice {
             _ => Model::DmaTest,
         };
         let limits = kind.adapter.limits().clone();
+        let file = self.open_reservations()?;
+        let open = file.map(OwnedFd::from).into_iter().collect();
         Ok((Served::Model { model, limits }, open))
+    }
+
+    /// The file of reservations, of a model that shares its namespace.
+    fn open_reservations(&self) -> Result<Option<File>, StartError> {
+        let Kind::Model(kind) = &self.device else {
+            return Ok(None);
+        };
+        let file = kind.reservations().map(nvme::Config::open_reservations);
+        Ok(file
+            .transpose()
+            .map_err(StartError::Reservations)?
+            .flatten())
     }
 
     fn spawn(&self, vm: &VmName) -> Result<Spawned, StartError> {

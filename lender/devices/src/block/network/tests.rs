@@ -3,12 +3,13 @@
 use std::{fs::File, os::unix::fs::FileExt};
 
 use farside_fabric::memory::{HostSlice, SharedMemory};
+use farside_medium::{FrameError, MAX_DATA, REFUSED};
 use proptest::prelude::*;
 use rustix::net::{SendFlags, send};
 
 use super::*;
 use crate::{
-    block::{self, BlockError, BlockQueue, Ended, EngineChoice, LentMedium, Limits},
+    block::{self, BlockError, BlockQueue, Durability, Ended, EngineChoice, LentMedium, Limits},
     test_links::links,
 };
 
@@ -237,7 +238,7 @@ proptest! {
     /// A borrower that sends anything gets answers, or loses its connection; the image does not grow.
     #[test]
     fn a_hostile_borrower_stays_in_the_image(
-        sent in proptest::collection::vec((0..7u8, 0..2000u16, any::<u64>(), 0..70_000u32, any::<i32>()), 1..20),
+        sent in proptest::collection::vec((0..9u8, 0..2000u16, any::<u64>(), 0..70_000u32, any::<i32>()), 1..20),
     ) {
         let image = image();
         let (near, far) = links();
@@ -249,6 +250,8 @@ proptest! {
                 2 => Frame::Allocate { tag, mode, offset, len: len.into() },
                 3 => Frame::Allocate { tag, mode: super::super::PUNCH_HOLE, offset: offset % SIZE, len: len.into() },
                 4 => Frame::Sync { tag },
+                7 => Frame::Reserve { tag, len: len % 512 },
+                8 => Frame::Report { tag, len, extended: mode > 0 },
                 5 => Frame::Release { limit_ms: offset },
                 _ => Frame::Write { tag, offset: offset % (2 * SIZE), len: len % 512, durable: false },
             };
@@ -412,6 +415,43 @@ fn a_lender_asks_for_the_device_once_for_a_connection() {
     assert!(matches!(notice, Notice::Release(limit) if limit == Duration::from_millis(u64::MAX)));
     assert!(keeper.notices.try_recv().is_err());
     drop(far);
+}
+
+#[test]
+fn any_error_of_a_lender_is_one_of_the_operation() {
+    for (result, error) in [
+        (i32::MIN, BlockError::Refused(0xefff)),
+        (-REFUSED, BlockError::Refused(0)),
+        (1 - REFUSED, BlockError::Medium(4095)),
+    ] {
+        let (near, mut far) = links();
+        let (medium, _keeper) = remote_medium(SIZE, near).unwrap();
+        let mut queue = BlockQueue::remote(medium, DEPTH).unwrap();
+        queue.flush(0);
+        queue.turn();
+        let condition = Condition {
+            size: SIZE,
+            full: false,
+            read_only: false,
+        };
+        let done = Frame::Done {
+            tag: 0,
+            result,
+            data: 0,
+            condition,
+        };
+        far.post(done, Memory::NONE);
+        far.flush().unwrap();
+        let done = loop {
+            queue.turn();
+            if let Some(done) = queue.next_done() {
+                break done;
+            }
+            queue.is_busy();
+        };
+        assert_eq!(done, (0, Err(error)), "{result}");
+        drop(far);
+    }
 }
 
 /// More frames than one look takes: the rest is not forgotten until the next event.

@@ -129,7 +129,7 @@ impl Device for Nvme {
         self.slots.clear();
         self.rest();
         self.forget_session();
-        self.note_reset();
+        self.forget_abort();
         self.queues.forget_line();
         self.registers = Registers::default();
         if let Some(cmb) = &mut self.cmb {

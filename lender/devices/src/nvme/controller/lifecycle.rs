@@ -59,7 +59,7 @@ impl Nvme {
             self.registers.csts.fatal = true;
             return;
         }
-        self.reservations_begin();
+        self.begin_reservations();
         self.queues.clear();
         // AQA has 12-bit sizes: 4096 entries at most.
         self.queues.create_admin(
@@ -111,7 +111,8 @@ impl Nvme {
     pub(in crate::nvme) fn end_session(&mut self) {
         self.draining = false;
         self.forget_session();
-        self.forget_reservations();
+        self.forget_abort();
+        self.begin_reservations();
         self.registers.csts.ready = false;
         self.registers.csts.fatal = false;
         self.registers.csts.shutdown = Shutdown::None;

@@ -1,12 +1,12 @@
 //! Reservation commands (NVM Express 1.4, 6.10 to 6.13).
 
-use std::time::Instant;
-
 use farside_fabric::Access;
 
 use super::{
-    ABORTED, Aborting, FileError,
-    table::{Acquire, Kind, Registration, Release, Table},
+    Shared,
+    lent::encode,
+    sharer::{Executed, Request},
+    table::{Acquire, Kind, Registration, Release},
 };
 use crate::{
     Bus,
@@ -15,7 +15,9 @@ use crate::{
         command::{Command, io},
         controller::{Nvme, Outcome},
         identify::MAX_TRANSFER,
+        io::{Target, take_with_data},
         namespace::NSID,
+        slots::Work,
         status::Status,
     },
 };
@@ -23,26 +25,48 @@ use crate::{
 /// Executes a reservation command of an I/O queue.
 pub fn execute(
     nvme: &mut Nvme,
-    sq_id: u16,
+    target: Target,
     command: &Command,
     bus: &mut Bus<'_>,
 ) -> Result<Outcome, Status> {
     if command.nsid() != NSID {
         return Err(Status::INVALID_NAMESPACE);
     }
-    // The table has the number of one command that has changed it, and that one may be executed again.
-    if nvme.is_aborting() && command.opcode() != io::RESERVATION_REPORT {
-        return Err(Status::COMMAND_INTERRUPTED);
-    }
-    match command.opcode() {
-        io::RESERVATION_REGISTER => register(nvme, command, bus),
-        io::RESERVATION_REPORT => report(nvme, command, bus),
-        io::RESERVATION_ACQUIRE => acquire(nvme, sq_id, command, bus),
-        _ => release(nvme, command, bus),
+    let request = match command.opcode() {
+        io::RESERVATION_REPORT => return report(nvme, target, command, bus),
+        io::RESERVATION_REGISTER => register(nvme, command, bus)?,
+        io::RESERVATION_ACQUIRE => acquire(nvme, command, bus)?,
+        _ => release(nvme, command, bus)?,
+    };
+    ask(nvme, target, request)
+}
+
+/// Executes a request here, or has the lender do so.
+fn ask(nvme: &mut Nvme, target: Target, request: Request) -> Result<Outcome, Status> {
+    let number = nvme.executing.sequence;
+    let host = nvme.identity();
+    match &mut nvme.shared {
+        None => Err(Status::INVALID_OPCODE),
+        Some(Shared::Here { sharer, aborting }) => {
+            let caller = super::caller_of(sharer.controller(), host);
+            match sharer.execute(caller, number, request)? {
+                Executed::Done(result) => Ok(Outcome::Done(result)),
+                Executed::Aborting => {
+                    *aborting = Some((target.sq_id, (target.command_id, nvme.executing)));
+                    Ok(Outcome::Open)
+                }
+            }
+        }
+        Some(Shared::Lent { .. }) => {
+            let request = encode(number, request)?;
+            let tag = target.take_slot(nvme, Work::Reserve)?;
+            nvme.block.reserve(tag, request);
+            Ok(Outcome::InFlight)
+        }
     }
 }
 
-fn register(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outcome, Status> {
+fn register(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Request, Status> {
     let [current, new] = keys(nvme, command, bus)?;
     let current = (!ignores_key(command)).then_some(current);
     let action = match command.cdw(10) & 7 {
@@ -58,22 +82,10 @@ fn register(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Out
         3 => Some(true),
         _ => return Err(Status::INVALID_FIELD),
     };
-    change(nvme, |table, caller| {
-        table.register(caller, action)?;
-        if let Some(persists) = persists {
-            table.set_persists(persists);
-        }
-        Ok(())
-    })?;
-    Ok(Outcome::Done(0))
+    Ok(Request::Register { action, persists })
 }
 
-fn acquire(
-    nvme: &mut Nvme,
-    sq_id: u16,
-    command: &Command,
-    bus: &mut Bus<'_>,
-) -> Result<Outcome, Status> {
+fn acquire(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Request, Status> {
     const PREEMPT_AND_ABORT: u32 = 2;
     let [current, preempted] = keys(nvme, command, bus)?;
     let kind = Kind::from_number((command.cdw(10) >> 8) as u8)?;
@@ -83,23 +95,15 @@ fn acquire(
         1 | PREEMPT_AND_ABORT => Acquire::Preempt(preempted),
         _ => return Err(Status::INVALID_FIELD),
     };
-    let aborts = command.cdw(10) & 7 == PREEMPT_AND_ABORT;
-    let version = change(nvme, |table, caller| {
-        table.acquire(caller, current, (action, kind))
-    })?;
-    let Some(shared) = nvme.shared.as_mut().filter(|_| aborts) else {
-        return Ok(Outcome::Done(0));
-    };
-    shared.aborting = Some(Aborting {
-        sq_id,
-        command: (command.id(), nvme.executing),
-        version,
-        until: Instant::now() + ABORTED,
-    });
-    Ok(Outcome::Open)
+    Ok(Request::Acquire {
+        current,
+        action,
+        kind,
+        aborts: command.cdw(10) & 7 == PREEMPT_AND_ABORT,
+    })
 }
 
-fn release(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outcome, Status> {
+fn release(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Request, Status> {
     let [current] = keys(nvme, command, bus)?;
     let action = match command.cdw(10) & 7 {
         _ if ignores_key(command) => return Err(Status::INVALID_FIELD),
@@ -107,21 +111,27 @@ fn release(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outc
         1 => Release::Clear,
         _ => return Err(Status::INVALID_FIELD),
     };
-    change(nvme, |table, caller| {
-        table.release(caller.host, current, action)
-    })?;
-    Ok(Outcome::Done(0))
+    Ok(Request::Release { current, action })
 }
 
-fn report(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outcome, Status> {
+fn report(
+    nvme: &mut Nvme,
+    target: Target,
+    command: &Command,
+    bus: &mut Bus<'_>,
+) -> Result<Outcome, Status> {
     let extended = command.cdw(11) & 1 != 0;
-    let shared = nvme.shared.as_ref().ok_or(Status::INVALID_OPCODE)?;
-    let (table, _) = shared.file.read().map_err(|error| status_of(&error))?;
-    let mut data = table.report(extended)?;
     let asked = (u64::from(command.cdw(10)) + 1) * 4;
     if asked > MAX_TRANSFER {
         return Err(Status::INVALID_FIELD);
     }
+    let Some(sharer) = nvme.sharer() else {
+        let data = (asked, Access::Write);
+        let tag = take_with_data(nvme, &target, command, Work::Report, data, bus)?;
+        nvme.block.report(tag, extended);
+        return Ok(Outcome::InFlight);
+    };
+    let mut data = sharer.report(extended)?;
     // The rest of a longer buffer is zeroes.
     data.resize(asked as usize, 0);
     let pointer = command.data_pointer()?;
@@ -130,20 +140,17 @@ fn report(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Outco
 }
 
 /// Whether reservations persist through power loss (feature 83h, 5.21.1.27).
-pub fn persistence(nvme: &Nvme) -> Result<bool, Status> {
-    let shared = nvme.shared.as_ref().ok_or(Status::INVALID_FIELD)?;
-    let (table, _) = shared.file.read().map_err(|error| status_of(&error))?;
-    Ok(table.persists())
+pub fn persistence(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
+    ask(nvme, Target::admin(command), Request::Persists)
 }
 
 /// Sets that, by a registrant.
-pub fn set_persistence(nvme: &Nvme, persists: bool) -> Result<(), Status> {
-    let changed = change(nvme, |table, caller| {
-        table.check_registered(caller.host)?;
-        table.set_persists(persists);
-        Ok(())
-    });
-    changed.map(drop)
+pub fn set_persistence(
+    nvme: &mut Nvme,
+    command: &Command,
+    persists: bool,
+) -> Result<Outcome, Status> {
+    ask(nvme, Target::admin(command), Request::SetPersists(persists))
 }
 
 /// IEKEY.
@@ -169,34 +176,4 @@ fn keys<const N: usize>(
         *key = u64::from_le_bytes(bytes);
     }
     Ok(keys)
-}
-
-/// Changes the table, as the controller's host, unless the command has done that already, in a process that was killed.
-/// Returns the table's version.
-fn change(
-    nvme: &Nvme,
-    change: impl FnOnce(&mut Table, super::Caller) -> Result<(), Status>,
-) -> Result<u64, Status> {
-    let shared = nvme.shared.as_ref().ok_or(Status::INVALID_OPCODE)?;
-    let caller = nvme.caller(shared);
-    let number = nvme.executing.sequence;
-    let changed = shared.file.change(|table| {
-        if nvme.recovering && table.was_executed(caller.controller, number) {
-            return Ok(());
-        }
-        change(table, caller)?;
-        table.set_executed(caller.controller, number);
-        Ok(())
-    });
-    changed.map_err(|error| status_of(&error))?
-}
-
-fn status_of(error: &FileError) -> Status {
-    match error {
-        FileError::Locked => Status::COMMAND_INTERRUPTED,
-        error => {
-            log::warn!("reservations: {error}");
-            Status::INTERNAL_ERROR
-        }
-    }
 }

@@ -171,6 +171,7 @@ pub struct ReservationFile {
     file: File,
     region: MmapRegion,
     controller: u16,
+    uuid: [u8; 16],
 }
 
 impl ReservationFile {
@@ -244,6 +245,18 @@ impl ReservationFile {
         Ok(())
     }
 
+    /// The number of the device `name` in the NVM subsystem, and the UUID of the namespace, of a file that was
+    /// [prepared](Self::prepare) for it.
+    ///
+    /// # Errors
+    /// A [`FileError`].
+    pub fn identity(file: &File, name: &str) -> Result<(u16, [u8; 16]), FileError> {
+        let contents = Contents(file);
+        check(contents)?;
+        let controller = contents.find(name)?.0.ok_or(FileError::Unknown)?;
+        Ok((controller, contents.bytes(UUID)?))
+    }
+
     /// The process that served the device `name` is gone, so it has nothing in flight. If its lease is `over`, what belongs
     /// to no named host goes, too.
     ///
@@ -269,14 +282,13 @@ impl ReservationFile {
     /// # Errors
     /// A [`FileError`].
     pub fn map(file: File, name: &str) -> Result<Self, FileError> {
-        let contents = Contents(&file);
-        check(contents)?;
-        let controller = contents.find(name)?.0.ok_or(FileError::Unknown)?;
+        let (controller, uuid) = Self::identity(&file, name)?;
         let region = MmapRegion::from_file(FileOffset::new(file.try_clone()?, 0), SIZE);
         Ok(Self {
             region: region.map_err(io::Error::other)?,
             file,
             controller,
+            uuid,
         })
     }
 
@@ -292,11 +304,8 @@ impl ReservationFile {
     }
 
     /// The UUID of the namespace.
-    ///
-    /// # Errors
-    /// Those of pread(2).
-    pub fn uuid(&self) -> io::Result<[u8; 16]> {
-        Contents(&self.file).bytes(UUID)
+    pub fn uuid(&self) -> [u8; 16] {
+        self.uuid
     }
 
     /// The version of the table.
@@ -471,8 +480,8 @@ mod tests {
         assert_eq!((one.controller(), two.controller()), (0, 1));
         assert_eq!(open(&path, "one").controller(), 0);
         assert_eq!(one.controllers(), [0, 1]);
-        assert_eq!(one.uuid().unwrap(), two.uuid().unwrap());
-        assert_ne!(one.uuid().unwrap(), [0; 16]);
+        assert_eq!(one.uuid(), two.uuid());
+        assert_ne!(one.uuid(), [0; 16]);
         let before = two.version();
         let version = one.change(register).unwrap().unwrap();
         assert_eq!((version, two.version()), (before + 1, before + 1));
@@ -500,7 +509,10 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let one = open(&directory.path().join("shared"), "one");
         let unnamed = Caller {
-            host: Host::OfController(0),
+            host: Host::OfController {
+                controller: 0,
+                session: 0,
+            },
             controller: 0,
         };
         let add = |table: &mut Table| table.register(unnamed, Registration::Add { new: 1 });

@@ -4,147 +4,157 @@
 //! at the table's version. If that has changed, what is in flight was checked with a former table: the controller lets it
 //! end, and reads the table, before it fetches more. So another controller knows when the I/O of a host that it has preempted
 //! has ended: once each controller is idle, or has checked under the new version.
+//!
+//! Of a controller at a borrower in another host, the [lender's half](lent) of the medium does that, with the operations that
+//! commands become.
 
 mod commands;
 mod file;
+mod lent;
+mod sharer;
 mod table;
 
-use std::time::{Duration, Instant};
-
 pub use file::{FileError, ReservationFile};
+pub use lent::{Lent, MAX_REQUEST};
 pub use table::{Caller, Group, Host};
 
 pub(super) use commands::{execute, persistence, set_persistence};
 
-use super::{command::io, controller::Nvme, status::Status};
+use farside_medium::HostIdentity;
+use sharer::Sharer;
+
+use super::{
+    command::io,
+    config::{Config, ConfigError},
+    controller::Nvme,
+    status::Status,
+};
 use crate::{Bus, state::Entry};
-use table::Table;
 
-/// Timeout for the I/O of preempted hosts to end, a third of what Linux gives a command.
-const ABORTED: Duration = Duration::from_secs(10);
-
-/// The controller's part of a shared namespace.
+/// How a controller shares its namespace.
 #[derive(Debug)]
-pub struct Shared {
-    file: ReservationFile,
-    /// None if what is in the file is no table.
-    table: Option<Table>,
-    /// The version of `table`.
-    seen: u64,
-    /// It may have commands in flight, as far as others know.
-    busy: bool,
-    /// The device was reset, which the table does not show yet.
-    was_reset: bool,
-    /// A command that waits for the I/O of preempted hosts.
-    aborting: Option<Aborting>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Aborting {
-    sq_id: u16,
-    command: (u16, Entry),
-    version: u64,
-    until: Instant,
+pub enum Shared {
+    /// With the file.
+    Here {
+        /// Its part of that.
+        sharer: Box<Sharer>,
+        /// The command that waits for the I/O of preempted hosts, and its queue.
+        aborting: Option<(u16, (u16, Entry))>,
+    },
+    /// The lender of its medium has that.
+    Lent {
+        /// The controller's number in the NVM subsystem.
+        controller: u16,
+    },
 }
 
 impl Shared {
-    /// The controller's part of what `file` has.
-    ///
-    /// # Errors
-    /// [`FileError::Invalid`].
-    pub fn new(file: ReservationFile) -> Result<Self, FileError> {
-        let (table, seen) = file.read()?;
-        // Until it is seen to have none: a process before this one had some.
-        file.set_busy(true);
-        file.set_checked(seen);
-        Ok(Self {
-            file,
-            table: Some(table),
-            seen,
-            busy: true,
-            was_reset: false,
-            aborting: None,
-        })
-    }
-
     /// The controller's number in the NVM subsystem.
     pub fn controller(&self) -> u16 {
-        self.file.controller()
+        match self {
+            Self::Here { sharer, .. } => sharer.controller(),
+            Self::Lent { controller } => *controller,
+        }
     }
 
-    /// The numbers of all controllers.
+    /// The numbers of all controllers, as far as this one knows them.
     pub fn controllers(&self) -> Vec<u16> {
-        self.file.controllers()
-    }
-
-    /// Whether commands can be taken and checked with the table as it is here. `in_flight`: whether others are.
-    fn take(&mut self, in_flight: bool) -> bool {
-        if !self.busy {
-            self.busy = true;
-            self.file.set_busy(true);
-        }
-        let version = self.file.version();
-        if version == self.seen {
-            return true;
-        }
-        if in_flight {
-            return false;
-        }
-        match self.file.read() {
-            Ok((table, version)) => {
-                (self.table, self.seen) = (Some(table), version);
-                self.file.set_checked(version);
-                true
-            }
-            // It changes all the time.
-            Err(FileError::Locked) => false,
-            Err(error) => {
-                log::error!("I/O on a shared namespace fails: {error}");
-                (self.table, self.seen) = (None, version);
-                true
-            }
+        match self {
+            Self::Here { sharer, .. } => sharer.controllers(),
+            Self::Lent { controller } => vec![*controller],
         }
     }
 
-    /// Nothing is in flight.
-    fn rest(&mut self) {
-        if self.busy {
-            self.busy = false;
-            self.file.set_busy(false);
+    fn here(&self) -> Option<&Sharer> {
+        match self {
+            Self::Here { sharer, .. } => Some(sharer),
+            Self::Lent { .. } => None,
         }
     }
 
-    /// Changes the table where no command can be told of a failure.
-    fn tidy(&self, tidy: impl FnOnce(&mut Table, u16)) {
-        let controller = self.controller();
-        let tidied = self.file.change(|table| {
-            tidy(table, controller);
-            Ok::<(), Status>(())
-        });
-        if let Err(error) = tidied {
-            log::warn!("reservations of controller {controller} are not up to date: {error}");
+    fn here_mut(&mut self) -> Option<&mut Sharer> {
+        match self {
+            Self::Here { sharer, .. } => Some(sharer),
+            Self::Lent { .. } => None,
         }
+    }
+}
+
+/// The caller, of a controller and what it says of its host.
+fn caller_of(controller: u16, host: HostIdentity) -> Caller {
+    Caller {
+        controller,
+        host: match host {
+            HostIdentity { id: 0, session, .. } => Host::OfController {
+                controller,
+                session,
+            },
+            HostIdentity { id, extended, .. } => Host::Named(id, extended),
+        },
     }
 }
 
 impl Nvme {
+    /// Shares its namespace with the other controllers of `file`, of the same configuration.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Reservations`].
+    pub fn sharing(mut self, config: &Config, file: ReservationFile) -> Result<Self, ConfigError> {
+        let uuid = file.uuid();
+        let sharer = Sharer::new(file);
+        let shared = Shared::Here {
+            sharer: Box::new(sharer.map_err(|source| config.reservations_failed(source))?),
+            aborting: None,
+        };
+        self.share(config, shared, uuid);
+        Ok(self)
+    }
+
+    /// Shares the namespace `uuid`, of the same configuration, as the controller of this number, with others that the lender of its
+    /// medium knows.
+    pub(crate) fn sharing_remotely(
+        mut self,
+        config: &Config,
+        (controller, uuid): (u16, [u8; 16]),
+    ) -> Self {
+        self.share(config, Shared::Lent { controller }, uuid);
+        self
+    }
+
+    fn share(&mut self, config: &Config, shared: Shared, uuid: [u8; 16]) {
+        self.namespace.uuid = uuid;
+        if config.serial.is_none() {
+            // Controllers of one subsystem have one serial number.
+            let bytes = uuid[..10].iter();
+            self.names.serial = bytes.map(|byte| format!("{byte:02x}")).collect();
+        }
+        self.shared = Some(shared);
+    }
+
+    fn sharer(&self) -> Option<&Sharer> {
+        self.shared.as_ref().and_then(Shared::here)
+    }
+
+    fn sharer_mut(&mut self) -> Option<&mut Sharer> {
+        self.shared.as_mut().and_then(Shared::here_mut)
+    }
+
     /// Whether reservations let the controller fetch I/O commands now.
     pub(super) fn reservations_admit(&mut self) -> bool {
         let in_flight = self.slots.busy() > 0;
-        let shared = self.shared.as_mut();
-        shared.is_none_or(|shared| shared.take(in_flight))
+        self.sharer_mut().is_none_or(|it| it.take(in_flight))
     }
 
     /// Whether they would, without taking any.
     pub(super) fn reservations_would_admit(&self) -> bool {
         let in_flight = self.slots.busy() > 0;
-        let is_known = |shared: &Shared| shared.file.version() == shared.seen;
-        !in_flight || self.shared.as_ref().is_none_or(is_known)
+        self.sharer().is_none_or(|it| it.would_take(in_flight))
     }
 
     /// Whether the reservation lets an I/O command be executed.
     pub(super) fn check_reservation(&self, opcode: u8) -> Result<(), Status> {
-        let Some(shared) = &self.shared else {
+        let Some(sharer) = self.sharer() else {
             return Ok(());
         };
         let group = match opcode {
@@ -152,11 +162,7 @@ impl Nvme {
             io::WRITE | io::WRITE_ZEROES | io::DATASET_MANAGEMENT | io::FLUSH => Group::Write,
             _ => return Ok(()),
         };
-        let table = shared.table.as_ref().ok_or(Status::INTERNAL_ERROR)?;
-        match table.allows(self.caller(shared).host, group) {
-            true => Ok(()),
-            false => Err(Status::RESERVATION_CONFLICT),
-        }
+        sharer.check(self.caller(sharer.controller()), group)
     }
 
     /// As [`Nvme::check_reservation`], for an admin command that changes the namespace.
@@ -167,92 +173,72 @@ impl Nvme {
         }
     }
 
-    fn caller(&self, shared: &Shared) -> Caller {
-        let controller = shared.controller();
-        Caller {
-            controller,
-            host: match self.features.host_identifier() {
-                (0, _) => Host::OfController(controller),
-                (id, extended) => Host::Named(id, extended),
-            },
+    fn identity(&self) -> HostIdentity {
+        let (id, extended) = self.features.host_identifier();
+        HostIdentity {
+            id,
+            extended,
+            session: self.queues.state.session(),
         }
+    }
+
+    fn caller(&self, controller: u16) -> Caller {
+        caller_of(controller, self.identity())
     }
 
     /// Tells other controllers if nothing is in flight.
     pub(super) fn rest(&mut self) {
         if self.slots.busy() == 0
-            && let Some(shared) = &mut self.shared
+            && let Some(sharer) = self.sharer_mut()
         {
-            shared.rest();
+            sharer.rest();
         }
     }
 
     /// Completes a command that has waited for the I/O of preempted hosts. Returns whether it did.
     pub(super) fn finish_abort(&mut self, bus: &mut Bus<'_>) -> bool {
         self.rest();
-        let Some(shared) = self.shared.as_mut().filter(|_| !self.draining) else {
+        let draining = self.draining;
+        let Some(Shared::Here { sharer, aborting }) = &mut self.shared else {
             return false;
         };
-        let Some(waiting) = shared.aborting else {
+        let Some((sq_id, command)) = aborting.filter(|_| !draining) else {
             return false;
         };
-        let is_late = Instant::now() >= waiting.until;
-        if !is_late && !shared.file.others_have_checked(waiting.version) {
+        let Some(result) = sharer.aborted() else {
             return false;
-        }
-        shared.aborting = None;
-        // The hosts are preempted; their I/O may not have ended.
-        let result = if is_late {
-            Err(Status::INTERNAL_ERROR)
-        } else {
-            Ok(0)
         };
-        self.complete(bus, waiting.sq_id, waiting.command, result, None);
+        *aborting = None;
+        self.complete(bus, sq_id, command, result, None);
         true
     }
 
     /// Whether a command waits for other controllers, which wake nobody.
     pub(super) fn is_aborting(&self) -> bool {
-        let shared = self.shared.as_ref();
-        shared.is_some_and(|shared| shared.aborting.is_some())
+        self.sharer().is_some_and(Sharer::is_aborting)
     }
 
-    /// The controller is reset.
-    pub(super) fn forget_reservations(&mut self) {
-        if let Some(shared) = &mut self.shared {
-            shared.aborting = None;
-            shared.was_reset = false;
-            shared.tidy(Table::forget_controller);
+    /// The controller is reset: nothing waits for others.
+    pub(super) fn forget_abort(&mut self) {
+        if let Some(Shared::Here { sharer, aborting }) = &mut self.shared {
+            *aborting = None;
+            sharer.forget_abort();
         }
     }
 
-    /// The device is reset: as its lease begins, before it is known whether it goes on from a former process's state, as it
-    /// ends, or by its guest. Only a guest that enables the controller anew shows that it does not go on.
-    pub(super) fn note_reset(&mut self) {
-        if let Some(shared) = &mut self.shared {
-            shared.aborting = None;
-            shared.was_reset = true;
+    /// A session has begun with a reset of the controller: what belonged to no named host goes.
+    pub(super) fn begin_reservations(&mut self) {
+        let session = self.queues.state.session();
+        if let Some(sharer) = self.sharer_mut() {
+            sharer.begin_session(session);
         }
+        self.tell_host();
     }
 
-    /// The controller goes on from the state of a process before this one.
-    pub(super) fn reservations_go_on(&mut self) {
-        if let Some(shared) = &mut self.shared {
-            shared.was_reset = false;
-        }
-    }
-
-    /// The guest enables the controller.
-    pub(super) fn reservations_begin(&mut self) {
-        if self.shared.as_ref().is_some_and(|shared| shared.was_reset) {
-            self.forget_reservations();
-        }
-    }
-
-    /// All that a process before this one had in flight has been taken up.
-    pub(super) fn reservations_recovered(&self) {
-        if let Some(shared) = &self.shared {
-            shared.tidy(Table::forget_executed);
+    /// Tells the lender of a medium on whose behalf operations are.
+    pub(super) fn tell_host(&mut self) {
+        if let Some(Shared::Lent { .. }) = self.shared {
+            self.block.set_host(self.identity());
         }
     }
 }

@@ -13,8 +13,13 @@ const MOST_BY_ONE: usize = 4;
 /// A host, to which registrations belong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Host {
-    /// Of the controller with this number, whose Host Identifier is 0: it is no other controller's (5.21.1.25).
-    OfController(u16),
+    /// Of a controller whose Host Identifier is 0: it is no other controller's (5.21.1.25), and none after a reset of that.
+    OfController {
+        /// The controller's number.
+        controller: u16,
+        /// Which of its sessions, each of which begins with a reset.
+        session: u32,
+    },
     /// With this Host Identifier, and whether that was given as one of 128 bits.
     Named(u128, bool),
 }
@@ -107,13 +112,13 @@ pub struct Table {
     persists: bool,
     reservation: Option<Reservation>,
     registrants: Vec<Registrant>,
-    /// The last command of each controller's process that has changed something: its sequence number. Taken up again after
-    /// that process was killed, it has been executed.
+    /// The last command of each controller that has changed something: its sequence number. Should it come again, as its
+    /// process was killed or its connection cut, it has been executed.
     executed: Vec<(u16, u64)>,
 }
 
 /// Reservation Register (6.11).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Registration {
     Add {
         new: u64,
@@ -129,7 +134,7 @@ pub enum Registration {
 }
 
 /// Reservation Acquire (6.10).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Acquire {
     Acquire,
     /// The registrants with this key.
@@ -137,7 +142,7 @@ pub enum Acquire {
 }
 
 /// Reservation Release (6.12).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Release {
     Release(Kind),
     Clear,
@@ -190,8 +195,7 @@ impl Table {
         self.executed.push((controller, number));
     }
 
-    /// What was in flight is executed. The next process's numbers may be the same.
-    pub fn forget_executed(&mut self, controller: u16) {
+    fn forget_executed(&mut self, controller: u16) {
         self.executed.retain(|(other, _)| *other != controller);
     }
 
@@ -287,13 +291,26 @@ impl Table {
         Ok(())
     }
 
-    /// What a controller's reset ends: what belongs to no named host, and the numbers of commands.
+    /// What the end of a controller's lease ends: what belongs to no named host, and the numbers of commands.
     pub fn forget_controller(&mut self, controller: u16) {
         self.forget_executed(controller);
-        let host = Host::OfController(controller);
-        if self.find(host).is_some() {
-            self.remove(|it| it.host == host);
-        }
+        self.forget_unnamed(|owner, _| owner == controller);
+    }
+
+    /// What a controller's reset ends, with which this session begins.
+    pub fn begin_session(&mut self, controller: u16, session: u32) {
+        self.forget_unnamed(|owner, of| owner == controller && of != session);
+    }
+
+    /// Removes registrations of controllers, in these sessions, that have no Host Identifier.
+    fn forget_unnamed(&mut self, goes: impl Fn(u16, u32) -> bool) {
+        self.remove(|it| match it.host {
+            Host::OfController {
+                controller,
+                session,
+            } => goes(controller, session),
+            Host::Named(..) => false,
+        });
     }
 
     /// What a loss of power ends.
@@ -302,8 +319,7 @@ impl Table {
             self.reservation = None;
             self.registrants.clear();
         }
-        self.executed.clear();
-        self.remove(|it| matches!(it.host, Host::OfController(_)));
+        self.forget_unnamed(|_, _| true);
     }
 
     /// The data structure of Reservation Report (6.13), of 64-bit or 128-bit identifiers, as are in use.
@@ -320,7 +336,7 @@ impl Table {
             raw[..2].copy_from_slice(&it.controller.to_le_bytes());
             raw[2] = self.holds(it.host).into();
             let id = match it.host {
-                Host::OfController(_) => 0,
+                Host::OfController { .. } => 0,
                 Host::Named(id, _) => id,
             };
             let (id, key) = (id.to_le_bytes(), it.key.to_le_bytes());
@@ -338,7 +354,7 @@ impl Table {
     /// Identifiers are of 64 bits or of 128 bits, of all hosts.
     fn check_format(&self, host: Host) -> Result<(), Status> {
         let format = |host: Host| match host {
-            Host::OfController(_) => None,
+            Host::OfController { .. } => None,
             Host::Named(_, extended) => Some(extended),
         };
         let others = self.registrants.iter().filter_map(|it| format(it.host));

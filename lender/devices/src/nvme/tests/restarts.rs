@@ -51,7 +51,7 @@ impl Driver {
         let (Some(faults), Some(watch)) = (self.faults, self.watch.clone()) else {
             let nvme = Nvme::with_image("disk0", &self.config, image).unwrap();
             return match self.share {
-                Some(name) => reservations::share(nvme, &self.config, name),
+                Some(share) => reservations::share(nvme, &self.config, share),
                 None => nvme,
             };
         };

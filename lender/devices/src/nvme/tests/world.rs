@@ -28,6 +28,14 @@ use crate::{
     nvme::{Config, Nvme},
 };
 
+/// Where the medium of a controller is that shares it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    Here,
+    /// At a lender, over a connection.
+    Lent,
+}
+
 /// Bytes of an image.
 pub const IMAGE: u64 = 16 << 20;
 
@@ -94,8 +102,8 @@ pub struct Driver {
     pub(super) watch: Option<Watch>,
     /// The state of a controller that can be killed.
     pub state: Option<HostSlice>,
-    /// The name of one that shares its namespace.
-    pub share: Option<&'static str>,
+    /// Of one that shares its namespace: its name, and where its medium is.
+    pub share: Option<(&'static str, Place)>,
     /// How often it was.
     pub kills: u32,
     /// It is killed again after so many points.

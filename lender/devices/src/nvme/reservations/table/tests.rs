@@ -165,7 +165,10 @@ fn what_persists_outlives_a_loss_of_power() {
     assert_eq!(rights(&table), [ALL, READ, READ]);
     // Without an identifier, nothing outlives a reset, nor does the reservation.
     let unnamed = Caller {
-        host: Host::OfController(2),
+        host: Host::OfController {
+            controller: 2,
+            session: 5,
+        },
         controller: 2,
     };
     let mut table = Table::default();
@@ -178,7 +181,12 @@ fn what_persists_outlives_a_loss_of_power() {
     lost.lose_power();
     assert_eq!(rights(&lost), [ALL; 3]);
     table.forget_controller(1);
+    table.begin_session(1, 6);
+    table.begin_session(2, 5);
     assert_eq!(rights(&table), [READ; 3]);
+    let mut reset = table.clone();
+    reset.begin_session(2, 6);
+    assert_eq!(rights(&reset), [ALL; 3]);
     table.forget_controller(2);
     assert_eq!(rights(&table), [ALL; 3]);
 }
