@@ -128,6 +128,7 @@ fn borrowed(config: &VmConfig) -> Borrowed<'static> {
     let devices = config.devices.iter().map(|device| BorrowedDevice {
         id: device.id.clone(),
         port: device.port,
+        function: device.function,
         bootindex: (config.boot.as_ref() == Some(&device.id)).then_some(0),
     });
     Borrowed {

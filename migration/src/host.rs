@@ -191,8 +191,9 @@ pub trait HostFacts {
     /// The host's name, for messages.
     fn name(&self) -> String;
 
-    /// Refuses a VM of which a part would stay behind on this host.
-    fn check_movable(&self, vm: &VmName, configuration: &Configuration) -> Result<()>;
+    /// Refuses a VM of which a part would stay behind on this host, or to be moved while it runs if it is `live`, one whose guest
+    /// cannot release its devices.
+    fn check_movable(&self, vm: &VmName, configuration: &Configuration, live: bool) -> Result<()>;
 
     /// Refuses a VM whose name something other than farside uses on this host.
     fn check_name_free(&self, vm: &VmName, configuration: &Configuration) -> Result<()>;

@@ -10,7 +10,7 @@ use std::{fs, path::PathBuf};
 
 use farside_daemon::VmName;
 use farside_error_chain::Chain;
-use farside_vm_config::{Manager, VmConfig, places};
+use farside_vm_config::{DeviceConfig, Manager, VmConfig, places};
 
 use crate::{
     Configuration, Error, HostFacts, Journal, Result,
@@ -68,10 +68,16 @@ impl HostFacts for LocalHost {
         name.nodename().to_string_lossy().into_owned()
     }
 
-    fn check_movable(&self, vm: &VmName, configuration: &Configuration) -> Result<()> {
-        match configuration.domain {
-            Some(_) => domain::check_movable(vm),
-            None => Ok(()),
+    fn check_movable(&self, vm: &VmName, configuration: &Configuration, live: bool) -> Result<()> {
+        if configuration.domain.is_some() {
+            return domain::check_movable(vm);
+        }
+        let devices = config_of(vm, configuration)?.devices;
+        match devices.iter().find(|device| device.function > 0) {
+            Some(DeviceConfig { id, .. }) if live => Err(Error::refused(format!(
+                "device {id} of VM {vm} is one function of a device, which a running guest does not release: move it without --live"
+            ))),
+            _ => Ok(()),
         }
     }
 

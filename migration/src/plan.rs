@@ -76,7 +76,7 @@ impl Plan {
                 return Err(Error::refused(format!("VM {vm} cannot be moved: {why}")));
             }
         };
-        host.check_movable(vm, configuration)?;
+        host.check_movable(vm, configuration, self.strategy.is_live())?;
         if !self.strategy.is_live() {
             return Ok(running);
         }

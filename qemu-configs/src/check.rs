@@ -56,13 +56,26 @@ pub enum VmError {
     },
     /// Two devices at one port.
     #[error(
-        "devices {first} and {second} are both at port {port}: give one of them another \
+        "devices {first} and {second} are both at port {port}: give one of them another, or another `function` \
          (a device without `port` has its position in the list, counted from 0)"
     )]
     SamePort {
         port: usize,
         first: DeviceId,
         second: DeviceId,
+    },
+    /// No device has so many functions.
+    #[error("device {id} is function {function}: the functions of a device are 0 to 7")]
+    Function { id: DeviceId, function: u8 },
+    /// A guest finds the other functions by function 0.
+    #[error(
+        "device {id} is function {function} of the device at port {port}, which has no function 0: \
+         give another device that `port`, without `function`"
+    )]
+    NoFunction0 {
+        id: DeviceId,
+        function: u8,
+        port: usize,
     },
     /// More devices or ports than the machine can have.
     #[error("{wanted} {what}: a {machine} VM has room for {limit}")]

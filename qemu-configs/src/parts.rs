@@ -20,6 +20,8 @@ pub(crate) struct VfioUserPci<'a> {
     pub(crate) id: String,
     pub(crate) bus: String,
     pub(crate) addr: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) multifunction: Option<bool>,
     pub(crate) socket: Socket<'a>,
     #[serde(rename = "x-msg-timeout")]
     pub(crate) timeout: u32,
@@ -101,12 +103,15 @@ impl Vm {
 
     pub(crate) fn vfio_user_pci(&self, position: usize) -> Result<VfioUserPci<'_>, VmError> {
         let device: &Device = &self.devices[position];
-        let (bus, addr) = ports::place(self.machine, self.ports()[position]);
+        let ports = self.ports();
+        let (bus, addr) = ports::place(self.machine, ports[position], device.function);
+        let at_port = ports.iter().filter(|port| **port == ports[position]);
         Ok(VfioUserPci {
             driver: "vfio-user-pci",
             id: qemu_id(&device.id),
             bus,
             addr,
+            multifunction: (device.function == 0 && at_port.count() > 1).then_some(true),
             socket: Socket {
                 kind: "unix",
                 path: path_text(&device.socket)?,

@@ -1,6 +1,6 @@
 //! PCI addresses of devices: root ports on the q35, slots of the bus on the i440FX.
 
-use crate::{Machine, Vm, VmError};
+use crate::{Device, Machine, Vm, VmError};
 
 /// First device number on the root bus for borrowed devices. QEMU and libvirt assign lower ones to
 /// devices without an address.
@@ -44,7 +44,8 @@ impl Vm {
             }),
             false => Ok(()),
         };
-        room_for(self.devices.len(), "devices")?;
+        let whole = self.devices.iter().filter(|device| device.function == 0);
+        room_for(whole.count(), "devices")?;
         let ports = self.ports();
         for (position, &port) in ports.iter().enumerate() {
             let id = &self.devices[position].id;
@@ -56,11 +57,28 @@ impl Vm {
                     last: limit - 1,
                 });
             }
-            if let Some(other) = ports[..position].iter().position(|&other| other == port) {
+            let function = self.devices[position].function;
+            if usize::from(function) >= FUNCTIONS {
+                return Err(VmError::Function {
+                    id: id.clone(),
+                    function,
+                });
+            }
+            let mut others = ports.iter().zip(&self.devices).take(position);
+            let is_same = |other: &Device| other.function == function;
+            if let Some((_, other)) = others.find(|(at, other)| **at == port && is_same(other)) {
                 return Err(VmError::SamePort {
                     port,
-                    first: self.devices[other].id.clone(),
+                    first: other.id.clone(),
                     second: id.clone(),
+                });
+            }
+            let mut all = ports.iter().zip(&self.devices);
+            if !all.any(|(at, other)| *at == port && other.function == 0) {
+                return Err(VmError::NoFunction0 {
+                    id: id.clone(),
+                    function,
+                    port,
                 });
             }
         }
@@ -76,12 +94,17 @@ pub(crate) fn limit(machine: Machine) -> usize {
     }
 }
 
-/// Bus and address of the device at a port.
-pub(crate) fn place(machine: Machine, port: usize) -> (String, String) {
-    match machine {
-        Machine::Q35 => (name(port), "0x0".to_owned()),
-        Machine::I440fx => ("pci.0".to_owned(), format!("{:#x}", FIRST_SLOT + port)),
-    }
+/// Bus and address of a function of the device at a port.
+pub(crate) fn place(machine: Machine, port: usize, function: u8) -> (String, String) {
+    let (bus, slot) = match machine {
+        Machine::Q35 => (name(port), 0),
+        Machine::I440fx => ("pci.0".to_owned(), FIRST_SLOT + port),
+    };
+    let address = match function {
+        0 => format!("{slot:#x}"),
+        1.. => format!("{slot:#x}.{function:#x}"),
+    };
+    (bus, address)
 }
 
 /// The device numbers on the root bus for this number of ports.

@@ -82,6 +82,9 @@ pub struct Device {
     /// Number of its root port (on the i440FX: of its place on the bus). Default: its position
     /// among the VM's devices.
     pub port: Option<u16>,
+    /// Which function of the device at that port, 0 to 7. Devices at one port, of which one is function 0, are one
+    /// multifunction device for the guest.
+    pub function: u8,
     /// Its vfio-user socket, at most 107 bytes.
     pub socket: PathBuf,
     /// Position in the firmware's boot order; 0 is first. `None` leaves it to the firmware.

@@ -13,6 +13,7 @@ fn device(id: &str) -> Device {
         port: None,
         id: id.parse().unwrap(),
         socket: format!("/run/farside/vm1/{id}.sock").into(),
+        function: 0,
         bootindex: None,
     }
 }
@@ -216,7 +217,7 @@ fn ports_that_cannot_be_are_refused() {
     };
     assert_eq!(
         with(&[Some(1), None], Machine::Q35),
-        "devices d0 and d1 are both at port 1: give one of them another \
+        "devices d0 and d1 are both at port 1: give one of them another, or another `function` \
          (a device without `port` has its position in the list, counted from 0)"
     );
     assert_eq!(
@@ -226,6 +227,43 @@ fn ports_that_cannot_be_are_refused() {
     assert_eq!(
         with(&[Some(16)], Machine::I440fx),
         "device d0 at port 16: the ports of a pc VM are 0 to 15"
+    );
+}
+
+#[test]
+fn devices_at_one_port_are_functions_of_one_device() {
+    let mut vm = vm();
+    vm.devices.push(device("disk1"));
+    for device in &mut vm.devices {
+        device.port = Some(2);
+    }
+    vm.devices[1].function = 3;
+    for (machine, bus, slot) in [
+        (Machine::Q35, "port2", "0x0"),
+        (Machine::I440fx, "pci.0", "0x12"),
+    ] {
+        vm.machine = machine;
+        let [first, other] = [0, 1].map(|position| vm.device_add(position).unwrap());
+        assert_eq!((&first["bus"], &other["bus"]), (&bus.into(), &bus.into()));
+        assert_eq!(
+            (&first["addr"], &first["multifunction"]),
+            (&slot.into(), &true.into())
+        );
+        assert_eq!(other["addr"], format!("{slot}.0x3"));
+        assert!(other.get("multifunction").is_none());
+    }
+    assert_eq!(vm.port_count(), 3);
+    vm.devices[1].function = 8;
+    assert_eq!(
+        error(&vm),
+        "device disk1 is function 8: the functions of a device are 0 to 7"
+    );
+    vm.devices[1].function = 3;
+    vm.devices[1].port = None;
+    assert_eq!(
+        error(&vm),
+        "device disk1 is function 3 of the device at port 1, which has no function 0: \
+         give another device that `port`, without `function`"
     );
 }
 

@@ -71,13 +71,13 @@ fn vm_strategy() -> impl Strategy<Value = Vm> {
     (
         ports,
         1u64..4096,
-        any::<[bool; 4]>(),
+        any::<[bool; 5]>(),
         0u16..5,
         0usize..3,
         1u32..9,
     )
         .prop_map(
-            |(ports, mib, [i440fx, ovmf, monitor, boot], spare, pages, vcpus)| {
+            |(ports, mib, [i440fx, ovmf, monitor, boot, functions], spare, pages, vcpus)| {
                 let mut vm = Vm::new("vm1".parse().unwrap(), mib << 20);
                 vm.vcpus = vcpus;
                 vm.spare_ports = spare;
@@ -102,9 +102,22 @@ fn vm_strategy() -> impl Strategy<Value = Vm> {
                         id: format!("disk{n}").parse().unwrap(),
                         port: Some(port),
                         socket: format!("/run/farside/vm1/disk{n}.sock").into(),
+                        function: 0,
                         bootindex: (boot && n == 0).then_some(0),
                     })
                     .collect();
+                if functions && let Some(first) = vm.devices.first().cloned() {
+                    for function in [7, 1] {
+                        let id = format!("function{function}");
+                        vm.devices.push(Device {
+                            socket: format!("/run/farside/vm1/{id}.sock").into(),
+                            id: id.parse().unwrap(),
+                            function,
+                            bootindex: None,
+                            ..first.clone()
+                        });
+                    }
+                }
                 vm
             },
         )
@@ -207,6 +220,7 @@ fn a_file_for_readconfig() {
         id: "disk0".parse().unwrap(),
         port: None,
         socket: "/run/disk0.sock".into(),
+        function: 0,
         bootindex: None,
     });
     let config = vm.read_config("qemu", "/tmp/a.cfg".as_ref()).unwrap();

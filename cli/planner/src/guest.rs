@@ -81,6 +81,7 @@ impl Guest {
                 port: None,
                 id: format!("d{n}").parse().expect("a valid id"),
                 socket: format!("d{n}").into(),
+                function: 0,
                 bootindex: None,
             })
             .collect();

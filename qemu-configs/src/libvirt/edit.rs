@@ -39,6 +39,8 @@ pub struct BorrowedDevice {
     pub id: DeviceId,
     /// Number of its root port (on the i440FX: of its place on the bus).
     pub port: Option<u16>,
+    /// Which function of the device there.
+    pub function: u8,
     /// Position in the firmware's boot order.
     pub bootindex: Option<u32>,
 }
@@ -92,16 +94,18 @@ fn merge(
     for BorrowedDevice {
         id,
         port,
+        function,
         bootindex,
     } in &borrowed.devices
     {
         if let Some(known) = wanted.devices.iter_mut().find(|known| known.id == *id) {
-            if let Some(port) = port.filter(|port| *port != known.port) {
+            let has = (known.port, known.function);
+            if let Some(wanted) = port.map(|port| (port, *function)).filter(|it| *it != has) {
                 return Err(DomainError::WouldMove {
                     domain: vm.name.clone(),
                     device: id.clone(),
-                    has: known.port,
-                    wanted: port,
+                    has,
+                    wanted,
                 });
             }
             known.bootindex = bootindex.or(known.bootindex);
@@ -117,6 +121,7 @@ fn merge(
         wanted.devices.push(DomainDevice {
             id: id.clone(),
             port: port.unwrap_or_else(lowest_free),
+            function: *function,
             bootindex: *bootindex,
         });
     }
@@ -134,6 +139,7 @@ impl Metadata {
         let devices = self.devices.iter().map(|device| Device {
             id: device.id.clone(),
             port: Some(device.port),
+            function: device.function,
             socket: socket(&vm.name, &device.id),
             bootindex: device.bootindex,
         });

@@ -131,14 +131,16 @@ pub enum DomainError {
     },
     /// A device would change its address in the guest.
     #[error(
-        "domain {domain} has device {device} at port {has}, not {wanted}: remove it first \
-         (--remove --device {device}) if it is to move"
+        "domain {domain} has device {device} at port {}, not {}: remove it first \
+         (--remove --device {device}) if it is to move",
+        shown(has),
+        shown(wanted)
     )]
     WouldMove {
         domain: VmName,
         device: DeviceId,
-        has: u16,
-        wanted: u16,
+        has: (u16, u8),
+        wanted: (u16, u8),
     },
     /// The domain's name cannot be a VM name, or a device's id is invalid.
     #[error(transparent)]
@@ -154,4 +156,12 @@ pub enum DomainError {
         mib: u64,
         why: &'static str,
     },
+}
+
+/// A port, and the function there.
+fn shown((port, function): &(u16, u8)) -> String {
+    match function {
+        0 => port.to_string(),
+        1.. => format!("{port}, function {function}"),
+    }
 }

@@ -24,6 +24,9 @@ impl Metadata {
         for device in &self.devices {
             xml += &format!("{inner}<farside:device id='{}'", attribute(&device.id));
             xml += &format!(" port='{}'", device.port);
+            if device.function != 0 {
+                xml += &format!(" function='{}'", device.function);
+            }
             if let Some(place) = device.bootindex {
                 xml += &format!(" bootindex='{place}'");
             }

@@ -38,6 +38,7 @@ impl Vm {
         let devices = devices.map(|(device, port)| DomainDevice {
             id: device.id.clone(),
             port: u16::try_from(port).expect("`Vm::check` limits ports"),
+            function: device.function,
             bootindex: device.bootindex,
         });
         let metadata = Metadata {

@@ -14,6 +14,8 @@ pub struct DomainDevice {
     pub id: DeviceId,
     /// Number of its root port (on the i440FX: of its place on the bus).
     pub port: u16,
+    /// Which function of the device there.
+    pub function: u8,
     /// Position in the firmware's boot order.
     pub bootindex: Option<u32>,
 }
@@ -47,6 +49,7 @@ impl Metadata {
             Ok(DomainDevice {
                 id: required(source, node, "id")?.try_into()?,
                 port: number(source, node, "port")?,
+                function: optional(source, node, "function")?.unwrap_or_default(),
                 bootindex: optional(source, node, "bootindex")?,
             })
         });

@@ -66,6 +66,7 @@ pub fn remove_devices(xml: &str, ids: &[DeviceId], rest: &Borrowed) -> Result<St
     let kept = kept.map(|device| BorrowedDevice {
         id: device.id.clone(),
         port: Some(device.port),
+        function: device.function,
         bootindex: device.bootindex,
     });
     let rest = Borrowed {

@@ -67,6 +67,7 @@ pub fn device(id: &str) -> BorrowedDevice {
     BorrowedDevice {
         id: id.parse().unwrap(),
         port: None,
+        function: 0,
         bootindex: None,
     }
 }

@@ -23,6 +23,7 @@ fn a_domain_of_ours() {
     let device = |id: &str, port| DomainDevice {
         id: id.parse().unwrap(),
         port,
+        function: 0,
         bootindex: None,
     };
     assert_eq!(vm.devices, [device("disk0", 0), device("net-1", 1)]);

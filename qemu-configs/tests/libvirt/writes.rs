@@ -14,6 +14,7 @@ fn vm() -> Vm {
         id: "disk0".parse().unwrap(),
         port: None,
         socket: "/run/farside/vm/web1/disk0.sock".into(),
+        function: 0,
         bootindex: Some(0),
     });
     vm
@@ -46,6 +47,14 @@ fn what_is_written_is_right_and_as_the_command_line() {
         let mut vm = vm();
         vm.machine = machine;
         vm.accel = Accel::Tcg;
+        vm.devices[0].port = Some(1);
+        vm.devices.push(Device {
+            id: "audio".parse().unwrap(),
+            socket: "/run/farside/vm/web1/audio.sock".into(),
+            function: 1,
+            bootindex: None,
+            ..vm.devices[0].clone()
+        });
         let xml = vm.libvirt_domain(&DomainOptions::default()).unwrap();
         assert!(xml.starts_with("<domain type='qemu' "));
         assert_eq!(check_domain(&xml, &socket), Ok(vec![]));

@@ -101,6 +101,8 @@ pub struct DeviceConfig {
     /// Number of its root port (on the i440FX: of its place on the bus), which determines its
     /// address in the guest. Default: its position in the list.
     pub port: Option<u16>,
+    /// Which function of the device at that port, 0 to 7: those at one port are one multifunction device.
+    pub function: u8,
 }
 
 #[derive(Deserialize)]
@@ -108,6 +110,8 @@ pub struct DeviceConfig {
 struct DeviceTable {
     id: DeviceId,
     port: Option<u16>,
+    #[serde(default)]
+    function: u8,
 }
 
 impl<'de> Deserialize<'de> for DeviceConfig {
@@ -127,9 +131,9 @@ impl<'de> Deserialize<'de> for DeviceConfig {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DeviceConfig, A::Error> {
-                let DeviceTable { id, port } =
+                let DeviceTable { id, port, function } =
                     Deserialize::deserialize(MapAccessDeserializer::new(map))?;
-                Ok(DeviceConfig { id, port })
+                Ok(DeviceConfig { id, port, function })
             }
         }
 
@@ -139,7 +143,11 @@ impl<'de> Deserialize<'de> for DeviceConfig {
 
 impl From<DeviceId> for DeviceConfig {
     fn from(id: DeviceId) -> Self {
-        Self { id, port: None }
+        Self {
+            id,
+            port: None,
+            function: 0,
+        }
     }
 }
 
@@ -286,9 +294,10 @@ impl VmConfig {
         vm.devices = self
             .devices
             .iter()
-            .map(|DeviceConfig { id, port }| Device {
+            .map(|DeviceConfig { id, port, function }| Device {
                 id: id.clone(),
                 port: *port,
+                function: *function,
                 socket: paths::device_socket(name, id),
                 bootindex: (self.boot.as_ref() == Some(id)).then_some(0),
             })
@@ -336,7 +345,7 @@ mod tests {
             ("memroy = \"4G\"", "unknown field `memroy`"),
             (
                 "devices = [{ id = \"a\", prot = 1 }]",
-                "unknown field `prot`, expected `id` or `port`",
+                "unknown field `prot`, expected one of `id`, `port`, `function`",
             ),
             ("devices = [{ port = 1 }]", "missing field `id`"),
             ("devices = [3]", "expected a device's id, or a table"),

@@ -122,6 +122,16 @@ pub enum Error {
         limit: Duration,
         advice: String,
     },
+    /// A guest is told of a slot, not of a function.
+    #[error(
+        "device {device} is one function of a device of VM {vm}, {others}: its functions are in the VM together, from start to stop"
+    )]
+    OneFunction {
+        device: DeviceId,
+        vm: VmName,
+        /// "with" its other functions, as far as they are known.
+        others: String,
+    },
     /// The device is plugged in elsewhere in the VM.
     #[error(
         "device {device} is plugged into VM {vm} already, at port {at}: detach it first to move it to port {wanted}"

@@ -83,6 +83,17 @@ pub fn attach(vm: &VmName, device: &DeviceId, options: &AttachOptions) -> Result
             }),
         };
     }
+    if config
+        .devices
+        .iter()
+        .any(|it| it.id == *device && it.function > 0)
+    {
+        return Err(one_function(
+            vm,
+            device,
+            "as its configuration says".to_owned(),
+        ));
+    }
     let all = slots.all(&mut monitor)?;
     let port = choose(vm, device, &config, &all, options.port)?;
     let mut backend = Backend::connect(vm)?;
@@ -126,7 +137,10 @@ pub fn detach(vm: &VmName, device: &DeviceId, limit: Duration) -> Result<Detache
     let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
     let has = plugged(&mut monitor)?;
     let guest_took = match has.iter().any(|id| id == device) {
-        true => Some(unplug(&mut monitor, device, limit)?),
+        true => {
+            check_alone(&mut monitor, device, &has)?;
+            Some(unplug(&mut monitor, device, limit)?)
+        }
         false => None,
     };
     let served = match Backend::connect(vm) {
@@ -152,6 +166,36 @@ pub fn detach(vm: &VmName, device: &DeviceId, limit: Duration) -> Result<Detache
         });
     }
     Ok(Detached { guest_took })
+}
+
+/// Refuses to unplug a device that shares its port with another: a guest would be asked to release both.
+fn check_alone(monitor: &mut Monitor, device: &DeviceId, has: &[DeviceId]) -> Result<(), Error> {
+    let slots = Slots::of(monitor)?;
+    let Some(port) = slots.port_of(monitor, &qemu_id(device))? else {
+        return Ok(());
+    };
+    let mut others = Vec::new();
+    for other in has.iter().filter(|other| *other != device) {
+        if slots.port_of(monitor, &qemu_id(other))? == Some(port) {
+            others.push(other.as_str());
+        }
+    }
+    match others.as_slice() {
+        [] => Ok(()),
+        some => Err(one_function(
+            monitor.vm(),
+            device,
+            format!("with {}", some.join(", ")),
+        )),
+    }
+}
+
+fn one_function(vm: &VmName, device: &DeviceId, others: String) -> Error {
+    Error::OneFunction {
+        device: device.to_owned(),
+        vm: vm.to_owned(),
+        others,
+    }
 }
 
 /// Requests an unplug from the guest, and waits until QEMU has removed the device.
@@ -281,6 +325,7 @@ fn device_add(
         id: device.to_owned(),
         port: Some(port),
         socket,
+        function: 0,
         bootindex: None,
     });
     vm.device_add(0)

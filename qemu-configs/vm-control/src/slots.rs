@@ -133,6 +133,7 @@ fn first_slot() -> u64 {
         id: "any".parse().expect(NAME),
         port: Some(0),
         socket: "any".into(),
+        function: 0,
         bootindex: None,
     });
     let add = vm.device_add(0).unwrap_or_default();

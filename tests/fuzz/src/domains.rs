@@ -59,6 +59,7 @@ fn device(number: u16) -> BorrowedDevice {
     BorrowedDevice {
         id: format!("disk{number}").parse().expect("a valid id"),
         port: (number > 1).then_some(number + 5),
+        function: 0,
         bootindex: (number == 3).then_some(0),
     }
 }

@@ -209,6 +209,7 @@ pub fn devices_are_plugged_in_and_unplugged_while_the_guest_runs(
             id: id.parse().expect("a valid id"),
             port: None,
             socket: cluster.directory().join("vm/a").join(format!("{id}.sock")),
+            function: 0,
             bootindex: None,
         })
         .into();

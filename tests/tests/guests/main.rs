@@ -90,6 +90,7 @@ fn main() {
         revoke::a_revoked_drive_leaves_a_running_guest_in_order,
         revoke::a_revoked_drive_is_taken_from_a_guest_that_does_not_answer,
         start::a_vm_is_started_and_stopped_and_started_again,
+        start::devices_at_one_port_are_functions_of_one_device,
         start::what_was_killed_is_started_again,
         start::a_start_that_fails_leaves_nothing_behind,
         start::a_guest_that_does_not_power_off_is_ended_by_force_only,

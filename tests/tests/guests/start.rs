@@ -1,6 +1,7 @@
 //! `farside start` and `farside stop`.
 
 use std::{
+    collections::BTreeSet,
     os::unix::fs::PermissionsExt,
     path::Path,
     process::Command,
@@ -74,6 +75,46 @@ pub fn a_vm_is_started_and_stopped_and_started_again(
 
     // A guest that is still booting does not handle the ACPI shutdown yet.
     done(cluster, &["start", "web1"])?;
+    done(cluster, &["stop", "web1", "--limit", "120"])?;
+    nothing_runs(cluster, "web1")?;
+    passed()
+}
+
+pub fn devices_at_one_port_are_functions_of_one_device(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let drives = ["disk0", "disk1"].map(|id| {
+        let image = cluster.image(id, 64 * MIB)?;
+        anyhow::Ok(format!("{id}={}", image.display()))
+    });
+    let [first, second] = drives;
+    let _lender = cluster.lend(&["--nvme", &first?, "--nvme", &second?])?;
+    let agent = AgentPort::listen("web1", cluster.directory())?;
+    let devices = r#"[{ id = "disk0", port = 1 }, { id = "disk1", port = 1, function = 1 }]"#;
+    let _web1 = describe_with(cluster, &agent, devices, &[])?;
+    done(cluster, &["start", "web1"])?;
+    let guest = boot(&agent)?;
+    guest.wait_path("/dev/nvme1n1", SHORT)?;
+    let places = guest.exec_ok(
+        "for disk in nvme0 nvme1; do basename $(readlink -f /sys/class/nvme/$disk/device); done",
+        SHORT,
+    )?;
+    let places: BTreeSet<_> = places
+        .lines()
+        .map(|place| place.rsplit(':').next())
+        .collect();
+    ensure!(places == [Some("00.0"), Some("00.1")].into(), "{places:?}");
+    let both = "for disk in nvme0n1 nvme1n1; do
+        dd if=/dev/zero of=/dev/$disk bs=64k count=16 oflag=direct 2>/dev/null || exit 1
+    done";
+    guest.exec_ok(both, SHORT)?;
+    // A guest is asked for a slot.
+    for (device, other) in [("disk0", "disk1"), ("disk1", "disk0")] {
+        let message = refused(cluster, &["detach", "web1", device])?;
+        let words = format!("device {device} is one function of a device of VM web1, with {other}");
+        ensure!(message.contains(&words), "{message}");
+    }
+    guest.exec_ok(both, SHORT)?;
     done(cluster, &["stop", "web1", "--limit", "120"])?;
     nothing_runs(cluster, "web1")?;
     passed()
@@ -242,6 +283,16 @@ fn describe<'a>(
     devices: &[&str],
     more: &[&str],
 ) -> anyhow::Result<Described<'a>> {
+    describe_with(cluster, agent, &format!("{devices:?}"), more)
+}
+
+/// As [`describe`], with `devices` as the file has them.
+fn describe_with<'a>(
+    cluster: &'a Cluster,
+    agent: &AgentPort,
+    devices: &str,
+    more: &[&str],
+) -> anyhow::Result<Described<'a>> {
     let testbed = testbed()?;
     let tcg = testbed.accel() == Accel::Tcg;
     let text = |path: &Path| path.display().to_string();
@@ -278,7 +329,7 @@ fn describe<'a>(
     args.extend(more.iter().map(|&arg| arg.to_owned()));
     let accel = if tcg { "tcg" } else { "kvm" };
     let description = format!(
-        "devices = {devices:?}\nmemory = \"512M\"\naccel = {accel:?}\nqemu = {:?}\nqemu-args = {args:?}\n",
+        "devices = {devices}\nmemory = \"512M\"\naccel = {accel:?}\nqemu = {:?}\nqemu-args = {args:?}\n",
         text(testbed.qemu()),
     );
     cluster.describe("web1", &description)?;

@@ -70,6 +70,12 @@ pub fn what_would_stop_a_migration_is_told_before(stage: &Stage) -> Result<Compl
         &cold,
         &["windows", "guest too large", "memory", "1 TiB", "free here"],
     )?;
+    describe("port = 1", "port = 1, function = 1")?;
+    told(
+        stage,
+        &live("b"),
+        &["state", "disk0 of VM web1 is one function"],
+    )?;
     describe(
         "qemu-args = [",
         "qemu-args = [\"-machine\", \"pc-q35-10.0\", ",

@@ -211,7 +211,7 @@ impl HostFacts for FakeHost {
         self.name.to_owned()
     }
 
-    fn check_movable(&self, vm: &VmName, _: &Configuration) -> Result<()> {
+    fn check_movable(&self, vm: &VmName, _: &Configuration, _: bool) -> Result<()> {
         match self.world.stays_behind.get() == Some(self.name) {
             true => Err(Error::refused(format!("VM {vm} has snapshots"))),
             false => Ok(()),
