@@ -86,14 +86,20 @@ pub enum Frame {
         /// With Host Identifiers of 128 bits.
         extended: bool,
     },
+    /// To the lender of a shared namespace: all that came before this frame may be aborted, and what comes after it was started since
+    /// the [`Frame::Fence`] with this number.
+    Fenced {
+        /// As in that.
+        number: u64,
+    },
     /// To the lender: the last frame, with which the borrower returns the device.
     Return,
     /// To the borrower: an operation has ended.
     Done {
         /// The operation's.
         tag: u16,
-        /// Bytes, or of a [`Frame::Reserve`] its result; or a negative errno, or below that of any, [`REFUSED`], less the status
-        /// that reservations have the command get. A [`Frame::Read`] has as many bytes of data.
+        /// Bytes, or of a [`Frame::Reserve`] its result. Negative: an errno, or if reservations refuse the operation, [`REFUSED`] and the
+        /// bits of the command's status. A [`Frame::Read`] has as many bytes of data.
         result: i32,
         /// Bytes of data.
         data: u32,
@@ -104,6 +110,12 @@ pub enum Frame {
     Release {
         /// Time for the guest to release it, in milliseconds.
         limit_ms: u64,
+    },
+    /// To the borrower of a shared namespace: what it has in flight is aborted by another host, and refused until it answers with
+    /// [`Frame::Fenced`]. What is in flight then has no further steps.
+    Fence {
+        /// Greater than before.
+        number: u64,
     },
     /// In both directions: the sender is there, and has nothing else to send.
     Alive,
@@ -158,6 +170,8 @@ mod kind {
     pub const HOST: u8 = 10;
     pub const RESERVE: u8 = 11;
     pub const REPORT: u8 = 12;
+    pub const FENCED: u8 = 13;
+    pub const FENCE: u8 = 14;
 }
 
 /// Of [`Frame::Write`].
@@ -299,6 +313,16 @@ impl Frame {
                 len: len.into(),
                 ..Fields::default()
             },
+            Self::Fenced { number } => Fields {
+                kind: kind::FENCED,
+                offset: number,
+                ..Fields::default()
+            },
+            Self::Fence { number } => Fields {
+                kind: kind::FENCE,
+                offset: number,
+                ..Fields::default()
+            },
             Self::Return => Fields {
                 kind: kind::RETURN,
                 ..Fields::default()
@@ -394,6 +418,8 @@ impl Frame {
                 len: asked()?,
                 extended: flags & EXTENDED != 0,
             },
+            kind::FENCED => Self::Fenced { number: offset },
+            kind::FENCE => Self::Fence { number: offset },
             kind::RETURN => Self::Return,
             kind::DONE => Self::Done {
                 tag,
@@ -466,6 +492,8 @@ mod tests {
             (any::<u16>(), 0..=most).prop_map(|(tag, len)| Frame::Reserve { tag, len }),
             (any::<u16>(), 0..=most, any::<bool>())
                 .prop_map(|(tag, len, extended)| Frame::Report { tag, len, extended }),
+            any::<u64>().prop_map(|number| Frame::Fenced { number }),
+            any::<u64>().prop_map(|number| Frame::Fence { number }),
             Just(Frame::Return),
             (any::<u16>(), any::<i32>(), 0..=most, condition).prop_map(
                 |(tag, result, data, condition)| Frame::Done {

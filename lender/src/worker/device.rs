@@ -24,6 +24,7 @@ use crate::{
     chains::boot_number,
     config,
     model::{check_model, not_flushed},
+    refusals::failed,
     source::{Available, DeviceSource, Report},
     vfio::VfioDevice,
     vfio_user::ServerDevice,
@@ -95,6 +96,10 @@ impl WorkerDevice {
                 if let Some(file) = config.open_reservations()? {
                     let device = (id.as_str(), image.size);
                     config.prepare_reservations(&file, device, boot_number()?)?;
+                    if adopted.is_none() {
+                        // A worker over the network ends with its lender.
+                        config.leave_reservations(id, false)?;
+                    }
                 }
                 (config.description(image.size), Some(image), kept)
             }
@@ -248,13 +253,17 @@ impl WorkerDevice {
     }
 
     /// The process of a lease is gone, which may be `over`.
-    pub(crate) fn process_gone(&self, over: bool) {
-        if let Kind::Model(model) = &self.device
-            && let Some(config) = model.reservations()
-            && let Err(error) = config.leave_reservations(self.id.as_str(), over)
-        {
-            log::error!("device {}: {}", self.id, Chain(&error));
-        }
+    ///
+    /// # Errors
+    /// The file of reservations cannot be used.
+    pub(crate) fn process_gone(&self, over: bool) -> Result<(), RemoteError> {
+        let Kind::Model(model) = &self.device else {
+            return Ok(());
+        };
+        let left = model
+            .reservations()
+            .map_or(Ok(()), |config| config.leave_reservations(&self.id, over));
+        left.map_err(|error| failed(format_args!("device {}: {}", self.id, Chain(&error))))
     }
 
     /// Closes a device that `vm` had.

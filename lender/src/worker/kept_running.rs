@@ -26,11 +26,11 @@ impl WorkerDevice {
     pub(crate) fn prepare(&mut self, lease: &Lease) -> Result<(), RemoteError> {
         let resumes = lease.chain.is_some_and(|chain| chain.goes_on);
         if matches!(self.device, Kind::Model(_)) {
-            if !resumes {
+            return match resumes {
+                true => Ok(()),
                 // What a lease has left that was kept for a VM, and did not go on.
-                self.process_gone(true);
-            }
-            return Ok(());
+                false => self.process_gone(true),
+            };
         }
         if resumes {
             let is_kept = self.kept.as_ref().is_some_and(|kept| kept.vm == lease.vm);

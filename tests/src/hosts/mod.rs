@@ -13,7 +13,7 @@
 //! - [`plugged`]: lender and borrower are one host, and the device is attached to a running guest;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
-//! - [`fencing`]: three hosts that a network connects; an image of one is shared by guests of the two others;
+//! - [`fencing`]: three hosts that a network connects; an image of one is shared by guests of the two others, which fence each other;
 //! - [`cloud_hypervisor`]: one host, and another VMM than QEMU;
 //! - [`iommufd`]: one host whose kernel has VFIO's newer interface.
 //!

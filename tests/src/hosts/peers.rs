@@ -7,7 +7,7 @@ use super::{
     Set,
     facts::PeerFacts,
     host::{Host, socket},
-    play::{LONG, VM},
+    play::{KILL_WORKERS, LONG, VM, kill_backend},
     sharing::unbind,
     stage, start_with_fio,
 };
@@ -34,12 +34,6 @@ const TRANSFERS: [(&str, &str); 4] = [
 
 /// Linux allows peer to peer between functions below AMD's host bridges since Zen (family 17h).
 const ZEN: &str = "max,la57=off,erms=off,fsrm=off,family=25";
-
-/// Kills the workers of the devices and the backend, a child of its keeper. The expressions do not match this command.
-const KILL: &str = "kill -KILL $(grep -l leas[e]-worker /proc/[0-9]*/cmdline | cut -d/ -f3) $(
-    for p in $(cat /proc/$(cat /run/backend-g.pid)/task/*/children); do
-        [ $(cat /proc/$p/comm) != farside ] || echo $p
-    done)";
 
 pub(super) fn peers(set: &Set<'_>, iommufd: Option<&IommufdModules>) -> Result<PeerFacts> {
     let mut args = Vec::new();
@@ -106,7 +100,7 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
         facts.transfers.insert((disk, buffer));
     }
     (set.tell)("backend and workers are killed");
-    host.exec_ok(KILL, SHORT)?;
+    host.exec_ok(&format!("{KILL_WORKERS}; {}", kill_backend(VM)), SHORT)?;
     for (disk, buffer) in TRANSFERS {
         disks.transfer(disk, buffer)?;
         facts.transfers_after_kills.insert((disk, buffer));

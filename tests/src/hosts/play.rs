@@ -39,6 +39,20 @@ pub(super) const LONG: Duration = Duration::from_secs(600);
 /// Bus-master enable in the command register.
 pub(super) const BME: u64 = 1 << 2;
 
+/// Kills the workers of a host's lender. The expression does not match this command.
+pub(super) const KILL_WORKERS: &str =
+    "kill -KILL $(grep -l leas[e]-worker /proc/[0-9]*/cmdline | cut -d/ -f3)";
+
+/// Kills the backend of a VM, a child of its keeper.
+pub(super) fn kill_backend(vm: &str) -> String {
+    format!(
+        "kill -KILL $(
+            for p in $(cat /proc/$(cat /run/backend-{vm}.pid)/task/*/children); do
+                [ $(cat /proc/$p/comm) != farside ] || echo $p
+            done)"
+    )
+}
+
 /// The hosts of a scene.
 pub(super) struct Stage<'a> {
     pub(super) borrower: &'a Host,

@@ -3,6 +3,8 @@
 //! What a borrower can use is bounded: each operation has a tag below the queue's depth, and data waits
 //! in [`MEMORY`] bytes. While these are in use nothing more is received, so TCP holds the borrower back.
 
+mod reservations;
+
 use std::{
     collections::VecDeque,
     io,
@@ -19,7 +21,7 @@ use super::{
     medium::{Direction as MediumDirection, Medium},
     transfer::Job,
 };
-use crate::nvme::{Group, LentReservations, MAX_REQUEST};
+use crate::nvme::LentReservations;
 
 /// Bytes for the data of operations in flight.
 const MEMORY: usize = 16 << 20;
@@ -165,6 +167,7 @@ impl LentMedium {
                 self.finish(tag, result, on_failed_sync);
             }
             finished |= self.finish_abort();
+            self.send_fence();
             self.link.flush().map_err(Ended::Cut)?;
             let released = self.release_sent();
             if !received && !finished && !released {
@@ -266,28 +269,23 @@ impl LentMedium {
                     if let Some(reservations) = &mut self.reservations {
                         reservations.set_host(host);
                     }
+                    // It may have taken a while.
+                    return Ok(true);
+                }
+                Some(Frame::Fenced { number }) => {
+                    if let Some(reservations) = &mut self.reservations {
+                        reservations.fenced(number);
+                    }
+                }
+                Some(frame @ Frame::Reserve { .. }) => {
+                    self.start(frame);
+                    return Ok(true);
                 }
                 Some(frame) => self.start(frame),
                 None => return Ok(count > 0),
             }
         }
         Ok(true)
-    }
-
-    /// Whether reservations let an operation be received and checked now.
-    fn is_admitted(&mut self) -> bool {
-        let in_flight = !self.block.is_idle();
-        let reservations = self.reservations.as_mut();
-        reservations.is_none_or(|it| it.take(in_flight))
-    }
-
-    /// Tells other controllers of a shared namespace if nothing is in flight.
-    fn rest(&mut self) {
-        if self.block.is_idle()
-            && let Some(reservations) = &mut self.reservations
-        {
-            reservations.rest();
-        }
     }
 
     fn start(&mut self, frame: Frame) {
@@ -348,69 +346,6 @@ impl LentMedium {
             }
             _ => {}
         }
-    }
-
-    /// Whether reservations refuse an operation.
-    fn conflict(&self, frame: &Frame) -> Option<BlockError> {
-        let group = match frame {
-            Frame::Read { .. } => Group::Read,
-            _ => Group::Write,
-        };
-        let checked = self.reservations.as_ref()?.check(group);
-        checked.err().map(BlockError::Refused)
-    }
-
-    /// Executes a request of `len` bytes.
-    fn reserve(&mut self, tag: Tag, len: usize) {
-        let mut request = [0; MAX_REQUEST];
-        let slot = &self.slots[usize::from(tag)];
-        let first = slot.parts.first();
-        let slice = first.and_then(|part| part_of(&self.memory, *part, len.min(MAX_REQUEST)));
-        let executed = match (&mut self.reservations, slice) {
-            (Some(reservations), Some(slice)) => {
-                slice.read(&mut request[..slice.len()]);
-                reservations.execute(&request[..slice.len()])
-            }
-            _ => return self.answer(tag, Err(BlockError::Unsupported)),
-        };
-        match executed {
-            Ok(Some(result)) => self.answer_with(tag, Ok(result)),
-            Ok(None) => self.aborting = Some(tag),
-            Err(status) => self.answer(tag, Err(BlockError::Refused(status))),
-        }
-    }
-
-    /// Answers a request that has waited for the I/O of preempted hosts. Returns whether it did.
-    fn finish_abort(&mut self) -> bool {
-        self.rest();
-        let reservations = self.reservations.as_mut();
-        let Some(result) = reservations.and_then(LentReservations::aborted) else {
-            return false;
-        };
-        if let Some(tag) = self.aborting.take() {
-            self.answer_with(tag, result.map_err(BlockError::Refused));
-        }
-        true
-    }
-
-    /// Answers with the report on reservations, and zeroes after it.
-    fn report(&mut self, tag: Tag, extended: bool) {
-        let report = match &self.reservations {
-            Some(reservations) => reservations.report(extended),
-            None => return self.answer(tag, Err(BlockError::Unsupported)),
-        };
-        let mut report = match report {
-            Ok(report) => report,
-            Err(status) => return self.answer(tag, Err(BlockError::Refused(status))),
-        };
-        let parts = &self.slots[usize::from(tag)].parts;
-        report.resize(parts.len() * PART, 0);
-        for (part, bytes) in parts.iter().zip(report.chunks(PART)) {
-            if let Some(slice) = part_of(&self.memory, *part, PART) {
-                slice.write(bytes);
-            }
-        }
-        self.answer(tag, Ok(()));
     }
 
     fn outside(&self, offset: u64, len: u64) -> Option<BlockError> {
@@ -554,8 +489,12 @@ fn place(
         | Frame::Reserve { tag, len }
         | Frame::Report { tag, len, .. } => (tag, len as usize),
         Frame::Sync { tag } | Frame::Allocate { tag, .. } | Frame::Offloads { tag, .. } => (tag, 0),
-        Frame::Return | Frame::Alive | Frame::Host(_) => return Ok(Memory::NONE),
-        Frame::Done { .. } | Frame::Release { .. } => return Err(FrameError::Unexpected(*frame)),
+        Frame::Return | Frame::Alive | Frame::Host(_) | Frame::Fenced { .. } => {
+            return Ok(Memory::NONE);
+        }
+        Frame::Done { .. } | Frame::Release { .. } | Frame::Fence { .. } => {
+            return Err(FrameError::Unexpected(*frame));
+        }
     };
     let slot = slots.get_mut(usize::from(tag));
     let Some(slot) = slot.filter(|slot| slot.frame.is_none()) else {

@@ -340,8 +340,19 @@ impl BlockQueue {
         self.engine.set_host(host);
     }
 
+    /// See [`Engine::wants_fence`].
+    pub fn wants_fence(&self) -> bool {
+        self.engine.wants_fence()
+    }
+
+    /// Ends the transfers in flight with their current steps, each with these bits of a status, and tells the lender.
+    pub fn fence(&mut self, status: u16) {
+        self.transfers.iter_mut().for_each(|it| it.abort(status));
+        self.engine.fence();
+    }
+
     /// Whether any transfer is in flight.
-    pub fn is_idle(&self) -> bool {
+    fn is_idle(&self) -> bool {
         self.in_flight == 0
     }
 

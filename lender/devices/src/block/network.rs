@@ -2,8 +2,8 @@
 //!
 //! An operation is one frame to the lender and one back. It stays in the engine's table until its
 //! answer has come: after a cut, all that are there are sent again over the next connection, in the
-//! order in which they were started. A write that was done already is so done twice, which nobody sees:
-//! what the guest started after its answer was not started before.
+//! order in which they were started. A write that was done already is so done twice, which a guest does not see:
+//! what it started after its answer was not started before. Others that write to the medium, of a shared namespace, may.
 
 mod frames;
 
@@ -146,6 +146,8 @@ pub(super) struct Network {
     finished: Vec<(Tag, i32)>,
     /// Of a shared namespace: on whose behalf the operations are.
     host: Option<HostIdentity>,
+    /// The number of a fence that has no answer.
+    fence: Option<u64>,
     condition: Condition,
     /// Since when the owner waits for everything in flight.
     hurried: Option<Instant>,
@@ -194,6 +196,7 @@ impl Network {
             has_answered: false,
             finished: Vec::with_capacity(depth.into()),
             host: None,
+            fence: None,
             condition: Condition {
                 size,
                 full: false,
@@ -250,6 +253,7 @@ impl Network {
     /// Takes the next connection, and sends over it what has no answer.
     fn reconnect(&mut self, mut link: Box<Link>) {
         (self.waited, self.has_answered) = (self.number, false);
+        self.fence = None;
         if let Err(error) = watch(&self.epoll, &link) {
             return self.lose(LinkError::System(error));
         }
@@ -322,6 +326,7 @@ impl Network {
                 self.has_answered = true;
                 self.finish(tag, result);
             }
+            Frame::Fence { number } => self.fence = Some(number),
             // Once for a connection: a lender that repeats it uses no memory.
             Frame::Release { limit_ms } if !self.release_asked => {
                 self.release_asked = true;
@@ -446,6 +451,17 @@ impl Engine for Network {
             // With it, a reservation may end for which others wait.
             self.flush();
         }
+    }
+
+    fn wants_fence(&self) -> bool {
+        self.fence.is_some()
+    }
+
+    fn fence(&mut self) {
+        if let (Some(number), State::Connected(link)) = (self.fence.take(), &mut self.state) {
+            link.post(Frame::Fenced { number }, Memory::NONE);
+        }
+        self.flush();
     }
 
     fn cancel_reads(&mut self) {

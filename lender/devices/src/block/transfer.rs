@@ -100,6 +100,8 @@ pub(super) struct Transfer {
     moved: u64,
     scratch: Vec<u8>,
     retries: u8,
+    /// Reservations have aborted it, with these bits of a status.
+    aborted: Option<u16>,
 }
 
 // SAFETY: `iovecs` holds the only pointers. They point to memory that `slices` and
@@ -184,6 +186,7 @@ impl Transfer {
         self.next = 0;
         self.moved = 0;
         self.retries = 0;
+        self.aborted = None;
         match job {
             Job::Idle => return None,
             Job::ReadGuest { .. } | Job::WriteGuest { .. } | Job::Report { .. } => {
@@ -278,8 +281,23 @@ impl Transfer {
         }
     }
 
+    /// Ends a transfer in flight with its current step, unless it is a request.
+    pub(super) fn abort(&mut self, status: u16) {
+        self.aborted = match self.job {
+            Job::Idle | Job::Reserve | Job::Report { .. } => None,
+            _ => Some(status),
+        };
+    }
+
     /// Handles the result of the system call: bytes, or a negative errno.
     pub(super) fn finish(&mut self, result: i32) -> Step {
+        if let Some(status) = self.aborted {
+            self.job = Job::Idle;
+            return Step::Done(Err(match error_of(result.saturating_neg()) {
+                refused @ BlockError::Refused(_) => refused,
+                _ => BlockError::Refused(status),
+            }));
+        }
         match self.advance(result) {
             Ok(true) => {
                 self.job = Job::Idle;
@@ -338,10 +356,15 @@ impl Transfer {
                 self.moved = result as u64;
                 Ok(true)
             }
-            Job::ReadGuest { .. }
-            | Job::WriteGuest { .. }
-            | Job::ReadScratch { .. }
-            | Job::Report { .. } => {
+            Job::Report { .. } => {
+                self.consume(result as usize)?;
+                // Another one would begin anew.
+                match self.next == self.iovecs.len() {
+                    true => Ok(true),
+                    false => Err(BlockError::EndsEarly),
+                }
+            }
+            Job::ReadGuest { .. } | Job::WriteGuest { .. } | Job::ReadScratch { .. } => {
                 self.consume(result as usize)?;
                 Ok(self.next == self.iovecs.len())
             }

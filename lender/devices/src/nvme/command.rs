@@ -164,4 +164,11 @@ pub mod io {
     pub const RESERVATION_REPORT: u8 = 0x0e;
     pub const RESERVATION_ACQUIRE: u8 = 0x11;
     pub const RESERVATION_RELEASE: u8 = 0x15;
+
+    pub fn is_of_reservations(opcode: u8) -> bool {
+        matches!(
+            opcode,
+            RESERVATION_REGISTER | RESERVATION_REPORT | RESERVATION_ACQUIRE | RESERVATION_RELEASE
+        )
+    }
 }

@@ -402,6 +402,7 @@ impl Nvme {
             }
             busy = true;
         }
+        self.fence();
         busy
     }
 

@@ -81,12 +81,7 @@ pub(super) fn execute(
         io::DATASET_MANAGEMENT => dataset_management(nvme, target, command, bus),
         io::COMPARE => compare(nvme, target, command, bus),
         io::VERIFY => verify(nvme, target, command),
-        io::RESERVATION_REGISTER
-        | io::RESERVATION_REPORT
-        | io::RESERVATION_ACQUIRE
-        | io::RESERVATION_RELEASE
-            if nvme.shared.is_some() =>
-        {
+        opcode if io::is_of_reservations(opcode) && nvme.shared.is_some() => {
             reservations::execute(nvme, target, command, bus)
         }
         _ => Err(Status::INVALID_OPCODE),
@@ -419,7 +414,8 @@ fn status_of(work: Work, error: BlockError) -> Status {
         (BlockError::GuestMemory, _) => Status::DATA_TRANSFER_ERROR,
         (BlockError::NoSpace, _) => Status::CAPACITY_EXCEEDED,
         (BlockError::Unreachable, _) => Status::NAMESPACE_NOT_READY,
-        (BlockError::Refused(bits), _) => Status::restored(bits),
+        (BlockError::Refused(bits @ 1..), _) => Status::restored(bits),
+        (BlockError::Refused(0), _) => Status::INTERNAL_ERROR,
         (_, Work::Reserve | Work::Report) => Status::INTERNAL_ERROR,
         (_, Work::Read { .. } | Work::Compare { .. } | Work::Verify { .. }) => {
             Status::UNRECOVERED_READ

@@ -172,17 +172,24 @@ impl Nvme {
             let (serial, count) = (&self.names.serial, commands.len());
             log::info!("NVMe {serial}: {count} commands that were in flight are taken up");
         }
+        let preempted = self.was_preempted();
         self.recovering = true;
         let answered = self.answered;
         for command in commands {
-            self.take_up(&command, answered, bus);
+            self.take_up(&command, answered, preempted, bus);
         }
         self.recovering = false;
         self.queues.interrupt_all();
         true
     }
 
-    fn take_up(&mut self, it: &InFlight, answered: Option<Answered>, bus: &mut Bus<'_>) {
+    fn take_up(
+        &mut self,
+        it: &InFlight,
+        answered: Option<Answered>,
+        preempted: bool,
+        bus: &mut Bus<'_>,
+    ) {
         let command = Command::from_bytes(&it.command);
         let (id, entry) = (command.id(), it.entry);
         if is_open_request(it, answered) {
@@ -197,6 +204,10 @@ impl Nvme {
         }
         let refused = match (it.queue, command.opcode()) {
             (0, admin::FORMAT_NVM) => Some(Status::COMMAND_INTERRUPTED),
+            (1.., opcode) if preempted && !io::is_of_reservations(opcode) => {
+                let conflict = self.check_reservation(opcode).err();
+                Some(conflict.unwrap_or(Status::ABORTED_BY_PREEMPTING))
+            }
             (1.., io::FLUSH) if self.flush_failed => Some(Status::WRITE_FAULT),
             _ => None,
         };

@@ -89,6 +89,11 @@ impl Slots {
         self.slots.len() - self.free.len()
     }
 
+    /// Whether any slot is for this work.
+    pub fn are_any(&self, work: Work) -> bool {
+        self.slots.iter().any(|slot| slot.work == work)
+    }
+
     /// Takes a slot.
     pub fn take(&mut self) -> Option<Tag> {
         self.free.pop()

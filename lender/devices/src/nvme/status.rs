@@ -43,6 +43,7 @@ impl Status {
     pub const SGL_TYPE_INVALID: Self = fatal(GENERIC, 0x11);
     pub const PRP_OFFSET_INVALID: Self = fatal(GENERIC, 0x13);
     pub const HOST_IDENTIFIER_INCONSISTENT: Self = fatal(GENERIC, 0x18);
+    pub const ABORTED_BY_PREEMPTING: Self = fatal(GENERIC, 0x1b);
     pub const COMMAND_INTERRUPTED: Self = transient(GENERIC, 0x21);
     pub const WRITE_PROTECTED: Self = fatal(GENERIC, 0x20);
     pub const LBA_OUT_OF_RANGE: Self = fatal(GENERIC, 0x80);

@@ -22,7 +22,9 @@ impl WorkerLease<'_> {
         let Some(handle) = self.running.take() else {
             let report = self.report.take();
             self.device.ended(self.vm.clone(), report, None);
-            self.device.process_gone(!may_go_on);
+            if let Err(error) = self.device.process_gone(!may_go_on) {
+                log::error!("{error}");
+            }
             return Some(may_go_on);
         };
         if may_go_on && !self.is_ending() && self.owner.home.keeps_running(self.generation) {

@@ -28,7 +28,7 @@ pub(super) fn place(
     } = *frame
     else {
         return match frame {
-            Frame::Release { .. } | Frame::Alive => Ok(Memory::NONE),
+            Frame::Release { .. } | Frame::Fence { .. } | Frame::Alive => Ok(Memory::NONE),
             other => Err(FrameError::Unexpected(*other)),
         };
     };

@@ -57,6 +57,10 @@ fn ask(nvme: &mut Nvme, target: Target, request: Request) -> Result<Outcome, Sta
                 }
             }
         }
+        // The table has the number of one request, should that come again.
+        Some(Shared::Lent { .. }) if nvme.slots.are_any(Work::Reserve) => {
+            Err(Status::COMMAND_INTERRUPTED)
+        }
         Some(Shared::Lent { .. }) => {
             let request = encode(number, request)?;
             let tag = target.take_slot(nvme, Work::Reserve)?;
@@ -92,14 +96,16 @@ fn acquire(nvme: &mut Nvme, command: &Command, bus: &mut Bus<'_>) -> Result<Requ
     let action = match command.cdw(10) & 7 {
         _ if ignores_key(command) => return Err(Status::INVALID_FIELD),
         0 => Acquire::Acquire,
-        1 | PREEMPT_AND_ABORT => Acquire::Preempt(preempted),
+        action @ (1 | PREEMPT_AND_ABORT) => Acquire::Preempt {
+            key: preempted,
+            aborts: action == PREEMPT_AND_ABORT,
+        },
         _ => return Err(Status::INVALID_FIELD),
     };
     Ok(Request::Acquire {
         current,
         action,
         kind,
-        aborts: command.cdw(10) & 7 == PREEMPT_AND_ABORT,
     })
 }
 

@@ -7,8 +7,8 @@
 //! | 24 | the host's boot id when the table was written last |
 //! | 40 | what names the image, its size and that of its blocks |
 //! | 4096 | version of the table; its lowest bit is the number of the copy |
-//! | 4224 | for each controller 32 bytes: whose it is, whether it has commands in flight, under which version those were checked |
-//! | 8192, 10240 | two copies of the table: length (2 bytes; 0: an empty table), table |
+//! | 4224 | for each controller 32 bytes: whose it is, whether it has commands in flight, under which version those were checked, and the number of the last abort after which it has none of before |
+//! | 8192, 12288 | two copies of the table: length (2 bytes; 0: an empty table), table |
 //!
 //! A change is written to the other copy, then the version: who is killed meanwhile has changed nothing. Changes are made
 //! under flock(2), which ends with its process. Workers map the file, for what they look at with each command; the lender's
@@ -30,7 +30,7 @@ use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileSlice};
 use super::table::{MOST, Table};
 use crate::block::serial::fnv;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"FSRESRV1");
+const MAGIC: u64 = u64::from_le_bytes(*b"FSRESRV2");
 const UUID: u64 = 8;
 const BOOT: u64 = 24;
 const IMAGE: u64 = 40;
@@ -39,8 +39,9 @@ const CONTROLLERS: u64 = 4224;
 const CONTROLLER: u64 = 32;
 const BUSY: u64 = 8;
 const CHECKED: u64 = 16;
+const SETTLED: u64 = 24;
 const TABLES: u64 = 8192;
-const TABLE: usize = 2048;
+const TABLE: usize = 4096;
 const SIZE: usize = TABLES as usize + 2 * TABLE;
 
 /// Timeout for another process to finish its change of the table, which writes some bytes.
@@ -239,6 +240,8 @@ impl ReservationFile {
             let lock = Lock::take(file)?;
             let (found, free) = contents.find(name)?;
             let number = found.or(free).ok_or(FileError::Full)?;
+            let aborts = contents.table(contents.word(VERSION)?)?.aborts();
+            contents.set_word(at(number) + SETTLED, aborts)?;
             contents.set_word(at(number), owner_of(name))?;
             drop(lock);
         }
@@ -268,11 +271,14 @@ impl ReservationFile {
         let number = contents.find(name)?.0.ok_or(FileError::Unknown)?;
         contents.set_word(at(number) + BUSY, 0)?;
         if over {
+            let mut aborts = 0;
             let forget = |table: &mut Table| {
                 table.forget_controller(number);
+                aborts = table.aborts();
                 Ok::<(), FileError>(())
             };
             contents.change(forget, |version| contents.set_word(VERSION, version))??;
+            contents.set_word(at(number) + SETTLED, aborts)?;
         }
         Ok(())
     }
@@ -321,6 +327,16 @@ impl ReservationFile {
     /// Notes under which version of the table those were checked.
     pub fn set_checked(&self, version: u64) {
         self.store(at(self.controller) + CHECKED, version);
+    }
+
+    /// The number of the last abort after which the controller has none of the commands that it had before.
+    pub fn settled(&self) -> u64 {
+        self.load(at(self.controller) + SETTLED)
+    }
+
+    /// Notes that.
+    pub fn set_settled(&self, number: u64) {
+        self.store(at(self.controller) + SETTLED, number);
     }
 
     /// Whether no other controller has commands in flight that were checked before `version`.
@@ -441,157 +457,4 @@ impl Drop for Lock<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::{
-        super::table::{Caller, Group, Host, Registration},
-        *,
-    };
-
-    fn prepare(path: &Path, name: &str, boot: u8) -> Result<ReservationFile, FileError> {
-        let file = ReservationFile::open(path)?;
-        ReservationFile::prepare(&file, name, [boot; 16], "disk.img")?;
-        ReservationFile::map(file, name)
-    }
-
-    fn open(path: &Path, name: &str) -> ReservationFile {
-        prepare(path, name, 7).unwrap()
-    }
-
-    fn caller(controller: u16) -> Caller {
-        Caller {
-            host: Host::Named(controller.into(), true),
-            controller,
-        }
-    }
-
-    fn register(table: &mut Table) -> Result<(), crate::nvme::status::Status> {
-        table.register(caller(0), Registration::Add { new: 1 })
-    }
-
-    fn count(file: &ReservationFile) -> u8 {
-        file.read().unwrap().0.report(true).unwrap()[5]
-    }
-
-    #[test]
-    fn controllers_see_each_others_changes_and_keep_their_numbers() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("shared");
-        let (one, two) = (open(&path, "one"), open(&path, "two"));
-        assert_eq!((one.controller(), two.controller()), (0, 1));
-        assert_eq!(open(&path, "one").controller(), 0);
-        assert_eq!(one.controllers(), [0, 1]);
-        assert_eq!(one.uuid(), two.uuid());
-        assert_ne!(one.uuid(), [0; 16]);
-        let before = two.version();
-        let version = one.change(register).unwrap().unwrap();
-        assert_eq!((version, two.version()), (before + 1, before + 1));
-        // A change to nothing is none.
-        let none = |_: &mut Table| Ok::<(), ()>(());
-        assert_eq!(two.change(none).unwrap(), Ok(version));
-        assert_eq!(two.read().unwrap(), one.read().unwrap());
-        assert_eq!(count(&two), 1);
-        // In flight, and checked when it was not yet registered.
-        assert!(one.others_have_checked(version));
-        two.set_busy(true);
-        assert!(!one.others_have_checked(version));
-        two.set_checked(version);
-        assert!(one.others_have_checked(version));
-        // A lender that starts again changes nothing of that; one whose worker has ended does.
-        two.set_checked(0);
-        open(&path, "two");
-        assert!(!one.others_have_checked(version));
-        ReservationFile::leave(&two.file, "two", false).unwrap();
-        assert!(one.others_have_checked(version));
-    }
-
-    #[test]
-    fn what_belongs_to_no_named_host_goes_with_the_lease() {
-        let directory = tempfile::tempdir().unwrap();
-        let one = open(&directory.path().join("shared"), "one");
-        let unnamed = Caller {
-            host: Host::OfController {
-                controller: 0,
-                session: 0,
-            },
-            controller: 0,
-        };
-        let add = |table: &mut Table| table.register(unnamed, Registration::Add { new: 1 });
-        one.change(add).unwrap().unwrap();
-        ReservationFile::leave(&one.file, "one", false).unwrap();
-        assert_eq!(count(&one), 1);
-        ReservationFile::leave(&one.file, "one", true).unwrap();
-        assert_eq!(count(&one), 0);
-        let error = ReservationFile::leave(&one.file, "two", true).unwrap_err();
-        assert!(matches!(error, FileError::Unknown));
-    }
-
-    #[test]
-    fn what_does_not_persist_goes_with_a_boot_of_the_host() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("shared");
-        let one = open(&path, "one");
-        one.change(register).unwrap().unwrap();
-        assert_eq!(count(&open(&path, "one")), 1);
-        let two = open(&path, "two");
-        two.set_busy(true);
-        assert!(!one.others_have_checked(one.version()));
-        assert_eq!(count(&prepare(&path, "one", 8).unwrap()), 0);
-        assert!(one.others_have_checked(one.version()));
-        let persist = |table: &mut Table| {
-            table.set_persists(true);
-            register(table)
-        };
-        one.change(persist).unwrap().unwrap();
-        assert_eq!(count(&prepare(&path, "one", 9).unwrap()), 1);
-        assert!(one.read().unwrap().0.allows(caller(0).host, Group::Write));
-    }
-
-    #[test]
-    fn other_contents_and_images_are_refused() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("shared");
-        for other in ["notes".into(), "x".repeat(SIZE), "x".repeat(2 * SIZE)] {
-            std::fs::write(&path, other).unwrap();
-            assert!(matches!(prepare(&path, "one", 7), Err(FileError::Foreign)));
-        }
-        assert!(ReservationFile::open(directory.path()).is_err());
-        std::fs::remove_file(&path).unwrap();
-        let file = open(&path, "one").file;
-        let other = ReservationFile::prepare(&file, "two", [7; 16], "other.img");
-        assert!(matches!(other, Err(FileError::OtherImage)));
-        // A table that is none.
-        file.write_all_at(&[0xff; 300], copy(0)).unwrap();
-        assert!(matches!(open(&path, "one").read(), Err(FileError::Invalid)));
-        // Shortened by somebody.
-        file.set_len(100).unwrap();
-        assert!(matches!(prepare(&path, "one", 7), Err(FileError::Foreign)));
-        let left = ReservationFile::leave(&file, "one", true);
-        assert!(matches!(left, Err(FileError::Foreign)));
-    }
-
-    #[test]
-    fn a_lock_that_is_not_released_is_waited_for_a_moment() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("shared");
-        let one = open(&path, "one");
-        let other = ReservationFile::open(&path).unwrap();
-        let lock = Lock::take(&other).unwrap();
-        let none = |_: &mut Table| Ok::<(), ()>(());
-        assert!(matches!(one.change(none), Err(FileError::Locked)));
-        // A lender that has used it before starts all the same.
-        open(&path, "one");
-        drop(lock);
-        assert_eq!(one.change(none).unwrap(), Ok(one.version()));
-    }
-
-    #[test]
-    fn as_many_devices_as_there_are_numbers_use_it() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("shared");
-        for n in 0..MOST {
-            assert_eq!(usize::from(open(&path, &n.to_string()).controller()), n);
-        }
-        let error = prepare(&path, "more", 7).unwrap_err();
-        assert!(error.to_string().contains("32 devices"), "{error}");
-    }
-}
+mod tests;

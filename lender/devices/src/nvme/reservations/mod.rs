@@ -143,7 +143,27 @@ impl Nvme {
     /// Whether reservations let the controller fetch I/O commands now.
     pub(super) fn reservations_admit(&mut self) -> bool {
         let in_flight = self.slots.busy() > 0;
-        self.sharer_mut().is_none_or(|it| it.take(in_flight))
+        let is_new = self.recovery.is_none();
+        let Some(sharer) = self.sharer_mut() else {
+            return true;
+        };
+        let taken = sharer.take(in_flight);
+        if taken
+            && is_new
+            && let Some(number) = sharer.unsettled()
+        {
+            // The controller has let end what it had in flight.
+            sharer.settle(number);
+        }
+        taken
+    }
+
+    /// Whether the commands that a process before this one had in flight were aborted since: they are not executed again.
+    pub(super) fn was_preempted(&self) -> bool {
+        self.sharer().is_some_and(|sharer| {
+            let caller = self.caller(sharer.controller());
+            sharer.has_aborted(caller, sharer.settled())
+        })
     }
 
     /// Whether they would, without taking any.
@@ -233,6 +253,13 @@ impl Nvme {
             sharer.begin_session(session);
         }
         self.tell_host();
+    }
+
+    /// Ends the commands that another host has aborted, as the lender of the medium says. Their steps that have ended are known.
+    pub(super) fn fence(&mut self) {
+        if self.block.wants_fence() {
+            self.block.fence(Status::ABORTED_BY_PREEMPTING.bits());
+        }
     }
 
     /// Tells the lender of a medium on whose behalf operations are.

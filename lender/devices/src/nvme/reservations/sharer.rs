@@ -28,8 +28,6 @@ pub enum Request {
         current: u64,
         action: Acquire,
         kind: Kind,
-        /// The I/O of preempted hosts ends before the command does.
-        aborts: bool,
     },
     /// Reservation Release.
     Release { current: u64, action: Release },
@@ -58,6 +56,10 @@ pub struct Sharer {
     seen: u64,
     /// It may have commands in flight, as far as others know.
     busy: bool,
+    /// The session that has begun, which the table does not show yet.
+    begun: Option<u32>,
+    /// Nothing is in flight that was before the last abort.
+    is_settled: bool,
     /// A command waits for the I/O of hosts that were preempted with this version, until then.
     aborting: Option<(u64, Instant)>,
 }
@@ -77,6 +79,8 @@ impl Sharer {
             table: Some(table),
             seen,
             busy: true,
+            begun: None,
+            is_settled: false,
             aborting: None,
         })
     }
@@ -93,6 +97,9 @@ impl Sharer {
 
     /// Whether commands can be taken and checked with the table as it is here. `in_flight`: whether others are.
     pub fn take(&mut self, in_flight: bool) -> bool {
+        if let Some(session) = self.begun {
+            self.begin_session(session);
+        }
         if !self.busy {
             self.busy = true;
             self.file.set_busy(true);
@@ -107,6 +114,7 @@ impl Sharer {
         match self.file.read() {
             Ok((table, version)) => {
                 (self.table, self.seen) = (Some(table), version);
+                self.is_settled = false;
                 self.file.set_checked(version);
                 true
             }
@@ -145,8 +153,36 @@ impl Sharer {
         }
     }
 
+    /// The number of the last abort, unless it is known that nothing is in flight that was before that.
+    pub fn unsettled(&self) -> Option<u64> {
+        (!self.is_settled && self.table.is_some()).then(|| self.aborts())
+    }
+
+    /// The number of the last abort.
+    pub fn aborts(&self) -> u64 {
+        self.table.as_ref().map_or(0, Table::aborts)
+    }
+
+    /// The number that [`Sharer::settle`] had last, also in a process before this one.
+    pub fn settled(&self) -> u64 {
+        self.file.settled()
+    }
+
+    /// Whether commands of the caller's host were aborted after the abort with this number.
+    pub fn has_aborted(&self, caller: Caller, after: u64) -> bool {
+        let table = self.table.as_ref();
+        table.is_some_and(|it| it.has_aborted(caller.host, after))
+    }
+
+    /// Nothing is in flight that was before the abort with this number.
+    pub fn settle(&mut self, number: u64) {
+        self.file.set_settled(number);
+        self.is_settled = self.table.as_ref().is_none_or(|it| it.aborts() == number);
+    }
+
     /// Executes the request with this sequence number, unless that was done, by a process that was killed or over a connection that
-    /// was cut before the answer. No other request has this number; 0 is that of requests that do not come again.
+    /// was cut before the answer. No other request has this number; 0 is that of a
+    /// controller that nobody goes on with.
     ///
     /// # Errors
     /// The command's status.
@@ -168,12 +204,17 @@ impl Sharer {
                 return Ok(());
             }
             change(table, caller, request)?;
-            table.set_executed(caller.controller, number);
+            if number != 0 {
+                table.set_executed(caller.controller, number);
+            }
             Ok(())
         });
         let version = changed.map_err(|error| status_of(&error))??;
         match request {
-            Request::Acquire { aborts: true, .. } => {
+            Request::Acquire {
+                action: Acquire::Preempt { aborts: true, .. },
+                ..
+            } => {
                 self.aborting = Some((version, Instant::now() + ABORTED));
                 Ok(Executed::Aborting)
             }
@@ -235,6 +276,8 @@ impl Sharer {
                 false => self.file.change(begin).map(drop),
             }
         });
+        // Else once more, before the next command.
+        self.begun = tidied.is_err().then_some(session);
         if let Err(error) = tidied {
             log::warn!("reservations of controller {controller} are not up to date: {error}");
         }
@@ -254,7 +297,6 @@ fn change(table: &mut Table, caller: Caller, request: Request) -> Result<(), Sta
             current,
             action,
             kind,
-            ..
         } => table.acquire(caller, current, (action, kind)),
         Request::Release { current, action } => table.release(caller.host, current, action),
         Request::SetPersists(persists) => {

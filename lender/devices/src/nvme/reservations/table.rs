@@ -115,6 +115,12 @@ pub struct Table {
     /// The last command of each controller that has changed something: its sequence number. Should it come again, as its
     /// process was killed or its connection cut, it has been executed.
     executed: Vec<(u16, u64)>,
+    /// How often hosts were preempted whose commands were aborted.
+    aborts: u64,
+    /// Those hosts, each with the number of the last time. The oldest go.
+    aborted: Vec<(Host, u64)>,
+    /// The last number of those that have gone.
+    forgotten: u64,
 }
 
 /// Reservation Register (6.11).
@@ -137,8 +143,11 @@ pub enum Registration {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Acquire {
     Acquire,
-    /// The registrants with this key.
-    Preempt(u64),
+    /// The registrants with this key. What they have in flight is aborted for good, if it is to be.
+    Preempt {
+        key: u64,
+        aborts: bool,
+    },
 }
 
 /// Reservation Release (6.12).
@@ -240,7 +249,7 @@ impl Table {
             kind,
             holder: (!kind.is_of_all()).then_some(host),
         });
-        let Acquire::Preempt(key) = action else {
+        let Acquire::Preempt { key, aborts } = action else {
             return match self.reservation {
                 None => {
                     self.reservation = new;
@@ -263,11 +272,39 @@ impl Table {
             self.reservation = new;
         }
         let goes = |it: &Registrant| it.host != host && (takes_all || it.key == key);
+        if aborts {
+            let gone: Vec<_> = self.registrants.iter().filter(|it| goes(it)).collect();
+            let gone = gone.into_iter().map(|it| it.host).collect();
+            self.abort(gone);
+        }
         // A host that preempts its own registration, without the reservation, loses it.
         let own = !takes_all && !takes_holders && current == key;
         self.remove(|it| goes(it) || (own && it.host == host));
         self.changed();
         Ok(())
+    }
+
+    fn abort(&mut self, hosts: Vec<Host>) {
+        self.aborts += 1;
+        self.aborted.retain(|(host, _)| !hosts.contains(host));
+        let number = self.aborts;
+        self.aborted
+            .extend(hosts.into_iter().map(|host| (host, number)));
+        let excess = self.aborted.len().saturating_sub(MOST);
+        if let Some((_, last)) = self.aborted.drain(..excess).next_back() {
+            self.forgotten = last;
+        }
+    }
+
+    /// The number of the last time at which commands of hosts were aborted.
+    pub fn aborts(&self) -> u64 {
+        self.aborts
+    }
+
+    /// Whether commands of this host were aborted after that number.
+    pub fn has_aborted(&self, host: Host, after: u64) -> bool {
+        let mut hosts = self.aborted.iter();
+        after < self.forgotten || hosts.any(|(it, number)| *it == host && *number > after)
     }
 
     /// Releases the reservation, or clears all.

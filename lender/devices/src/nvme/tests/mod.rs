@@ -15,6 +15,7 @@ mod io;
 mod life;
 mod mapped;
 mod medium;
+mod preempting;
 pub(crate) mod random;
 mod recovery;
 mod reservations;

@@ -1,16 +1,12 @@
 //! Two controllers that share a namespace.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
-use farside_medium::{HostIdentity, Link};
-use proptest::prelude::*;
-use rustix::{
-    event::{PollFd, PollFlags, poll},
-    net::{Shutdown, shutdown},
-};
+use farside_medium::Link;
+use rustix::event::{PollFd, PollFlags, poll};
 
 use super::{
     crash,
@@ -21,28 +17,28 @@ use super::{
 };
 use crate::{
     Device,
-    block::{BlockQueue, DEPTH, LentMedium, MediumKeeper, Supply, Turn, remote_medium},
+    block::{BlockQueue, DEPTH, LentMedium, MediumKeeper, Turn, remote_medium},
     nvme::{Config, LentReservations, Nvme},
     test_links::links,
 };
 
-const REGISTER: u8 = 0x0d;
+pub(super) const REGISTER: u8 = 0x0d;
 const REPORT: u8 = 0x0e;
-const ACQUIRE: u8 = 0x11;
-const RELEASE: u8 = 0x15;
+pub(super) const ACQUIRE: u8 = 0x11;
+pub(super) const RELEASE: u8 = 0x15;
 
-const CONFLICT: (u16, u16) = (0, 0x83);
+pub(super) const CONFLICT: (u16, u16) = (0, 0x83);
 
 /// Write exclusive.
-const KIND: u32 = 1;
+pub(super) const KIND: u32 = 1;
 const PREEMPT: u32 = 1;
-const PREEMPT_AND_ABORT: u32 = 2;
+pub(super) const PREEMPT_AND_ABORT: u32 = 2;
 
 /// Where the media of two controllers are that share them.
-const PLACES: [[Place; 2]; 4] = [[Here, Here], [Here, Lent], [Lent, Here], [Lent, Lent]];
+pub(super) const PLACES: [[Place; 2]; 4] = [[Here, Here], [Here, Lent], [Lent, Here], [Lent, Lent]];
 
 /// Each with a host identifier.
-fn two(places: [Place; 2]) -> [Driver; 2] {
+pub(super) fn two(places: [Place; 2]) -> [Driver; 2] {
     let make = |name: &'static str, place, image: Option<&std::path::Path>| {
         let mut driver = Driver::off(|config| {
             if let Some(image) = image {
@@ -75,7 +71,7 @@ pub fn share(nvme: Nvme, config: &Config, (name, place): (&str, Place)) -> Nvme 
         let identity = config.reservations_identity(&file, name).unwrap();
         let (near, far) = links();
         let (config_there, name) = (config.clone(), name.to_owned());
-        std::thread::spawn(move || serve(lend(&config_there, &name, far)));
+        std::thread::spawn(move || serve(lend(&config_there, &name, far), &Mutex::default()));
         return borrow(config, near, identity).0;
     }
     let file = config.map_reservations(file, name).unwrap();
@@ -83,7 +79,11 @@ pub fn share(nvme: Nvme, config: &Config, (name, place): (&str, Place)) -> Nvme 
 }
 
 /// A controller whose medium is at the other end of a connection.
-fn borrow(config: &Config, near: Link, identity: (u16, [u8; 16])) -> (Nvme, MediumKeeper) {
+pub(super) fn borrow(
+    config: &Config,
+    near: Link,
+    identity: (u16, [u8; 16]),
+) -> (Nvme, MediumKeeper) {
     let (medium, keeper) = remote_medium(IMAGE, near).unwrap();
     let config = Config {
         shared: None,
@@ -94,7 +94,7 @@ fn borrow(config: &Config, near: Link, identity: (u16, [u8; 16])) -> (Nvme, Medi
 }
 
 /// The lender's end, with a part of its own of the shared namespace.
-fn lend(config: &Config, name: &str, far: Link) -> LentMedium {
+pub(super) fn lend(config: &Config, name: &str, far: Link) -> LentMedium {
     let image = config.open_image().unwrap().file;
     let block = BlockQueue::open(image, config.engine, DEPTH).unwrap();
     let file = config.open_reservations().unwrap().unwrap();
@@ -103,9 +103,14 @@ fn lend(config: &Config, name: &str, far: Link) -> LentMedium {
     lent.sharing(reservations.unwrap())
 }
 
-/// Serves a borrower until it has gone.
-fn serve(mut lent: LentMedium) {
-    while let Ok(turn) = lent.turn(&mut || ()) {
+/// Serves a borrower until it has gone, while `gate` is free.
+pub(super) fn serve(mut lent: LentMedium, gate: &Mutex<()>) {
+    loop {
+        let open = gate.lock().unwrap();
+        let Ok(turn) = lent.turn(&mut || ()) else {
+            return;
+        };
+        drop(open);
         if turn != Turn::Idle {
             continue;
         }
@@ -122,39 +127,39 @@ fn serve(mut lent: LentMedium) {
     }
 }
 
-fn set_host(driver: &mut Driver, id: u128) -> Cqe {
+pub(super) fn set_host(driver: &mut Driver, id: u128) -> Cqe {
     driver.memory.put(DATA, &id.to_le_bytes());
     driver.admin(Sqe::new(0x09).prp(DATA, 0).cdw(10, 0x81).cdw(11, 1))
 }
 
-fn command(driver: &mut Driver, opcode: u8, cdw10: u32, keys: [u64; 2]) -> Cqe {
+pub(super) fn command(driver: &mut Driver, opcode: u8, cdw10: u32, keys: [u64; 2]) -> Cqe {
     driver.memory.put(DATA, &keys[0].to_le_bytes());
     driver.memory.put(DATA + 8, &keys[1].to_le_bytes());
     driver.io(Sqe::new(opcode).nsid(1).prp(DATA, 0).cdw(10, cdw10))
 }
 
-fn register(driver: &mut Driver, key: u64) -> Cqe {
+pub(super) fn register(driver: &mut Driver, key: u64) -> Cqe {
     command(driver, REGISTER, 0, [0, key])
 }
 
-fn acquire(driver: &mut Driver, action: u32, key: u64, preempted: u64) -> Cqe {
+pub(super) fn acquire(driver: &mut Driver, action: u32, key: u64, preempted: u64) -> Cqe {
     command(driver, ACQUIRE, action | KIND << 8, [key, preempted])
 }
 
-fn write(driver: &mut Driver) -> (u16, u16) {
+pub(super) fn write(driver: &mut Driver) -> (u16, u16) {
     driver
         .io(Sqe::new(1).nsid(1).prp(DATA, 0).blocks(0, 1))
         .status
 }
 
-fn read(driver: &mut Driver) -> (u16, u16) {
+pub(super) fn read(driver: &mut Driver) -> (u16, u16) {
     driver
         .io(Sqe::new(2).nsid(1).prp(DATA, 0).blocks(0, 1))
         .status
 }
 
 /// Waits for what a lender does at its end.
-fn eventually(what: &str, mut done: impl FnMut() -> bool) {
+pub(super) fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
         assert!(start.elapsed() < Duration::from_secs(20), "no {what}");
@@ -162,7 +167,7 @@ fn eventually(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 /// Numbers of registrants and controllers, and of the holder, by a report.
-fn report(driver: &mut Driver) -> (u32, Vec<u16>, Option<u16>) {
+pub(super) fn report(driver: &mut Driver) -> (u32, Vec<u16>, Option<u16>) {
     let sqe = Sqe::new(REPORT).nsid(1).prp(DATA, 0);
     assert_eq!(driver.io(sqe.cdw(10, 1023).cdw(11, 1)).status, OK);
     let data = driver.memory.get(DATA, 4096);
@@ -329,117 +334,6 @@ fn a_change_whose_process_is_killed_is_made_once() {
             assert_eq!(report(&mut first), (2, vec![0], None));
             // The host is the same for the next process.
             assert_eq!(register(&mut first, 20).status, OK);
-        }
-    }
-}
-
-/// The connection of a controller whose medium is elsewhere, which can be cut.
-struct Wire {
-    keeper: MediumKeeper,
-    lenders: OwnedFd,
-}
-
-impl Wire {
-    /// Connects the controller anew, which begins again.
-    fn connect(driver: &mut Driver) -> Self {
-        let (name, _) = driver.share.unwrap();
-        let file = driver.config.open_reservations().unwrap().unwrap();
-        let identity = driver.config.reservations_identity(&file, name).unwrap();
-        let (near, lenders) = Self::lend(driver);
-        let (nvme, keeper) = borrow(&driver.config, near, identity);
-        driver.nvme = nvme;
-        driver.enable();
-        driver.create_pair(1, 64);
-        Self { keeper, lenders }
-    }
-
-    fn lend(driver: &Driver) -> (Link, OwnedFd) {
-        let (near, far) = links();
-        let lenders = far.as_fd().try_clone_to_owned().unwrap();
-        let (config, (name, _)) = (driver.config.clone(), driver.share.unwrap());
-        std::thread::spawn(move || serve(lend(&config, name, far)));
-        (near, lenders)
-    }
-
-    fn reconnect(&mut self, driver: &Driver) {
-        let (near, lenders) = Self::lend(driver);
-        self.lenders = lenders;
-        assert!(self.keeper.supply(Supply::Link(Box::new(near))));
-    }
-}
-
-#[test]
-fn a_change_whose_answer_is_lost_with_the_connection_is_made_once() {
-    let [mut first, mut second] = two([Lent, Here]);
-    let mut wire = Wire::connect(&mut first);
-    first.keep_state();
-    assert_eq!(set_host(&mut first, 100).status, OK);
-    assert_eq!(register(&mut first, 10).status, OK);
-    assert_eq!(report(&mut second).0, 1);
-    // The lender receives, and cannot answer.
-    shutdown(&wire.lenders, Shutdown::Write).unwrap();
-    first.memory.put(DATA, &10u64.to_le_bytes());
-    first.memory.put(DATA + 8, &20u64.to_le_bytes());
-    first.submit(1, Sqe::new(REGISTER).nsid(1).prp(DATA, 0).cdw(10, 2));
-    first.poll();
-    eventually("change", || report(&mut second).0 == 2);
-    assert_eq!(first.take(1), None);
-    wire.reconnect(&first);
-    // Twice, the second would have the wrong key.
-    assert_eq!(first.wait(1).status, OK);
-    assert_eq!(report(&mut second).0, 2);
-    // The lender knows the host over the new connection.
-    assert_eq!(acquire(&mut first, 0, 20, 0).status, OK);
-    assert_eq!((write(&mut first), write(&mut second)), (OK, CONFLICT));
-}
-
-#[test]
-fn a_write_that_waits_for_a_connection_is_fenced() {
-    let [mut first, mut second] = two([Here, Lent]);
-    let mut wire = Wire::connect(&mut second);
-    assert_eq!(set_host(&mut second, 101).status, OK);
-    assert_eq!(register(&mut first, 10).status, OK);
-    assert_eq!(register(&mut second, 11).status, OK);
-    assert_eq!(acquire(&mut second, 0, 11, 0).status, OK);
-    assert_eq!(write(&mut second), OK);
-    shutdown(&wire.lenders, Shutdown::Both).unwrap();
-    second.submit(1, Sqe::new(1).nsid(1).prp(DATA, 0).blocks(0, 1));
-    second.poll();
-    // As when its worker is gone.
-    second.config.leave_reservations("second", false).unwrap();
-    assert_eq!(acquire(&mut first, PREEMPT_AND_ABORT, 10, 11).status, OK);
-    wire.reconnect(&second);
-    assert_eq!(second.wait(1).status, CONFLICT);
-    assert_eq!((read(&mut second), write(&mut first)), (OK, OK));
-    // Neither that nor a flush is a failure of the medium.
-    assert_eq!(second.io(Sqe::new(0).nsid(1)).status, CONFLICT);
-    assert_eq!(second.nvme.problem(), None);
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
-
-    /// What a borrower sends is a request, or refused; others still can read the table.
-    #[test]
-    fn any_request_is_executed_or_refused(
-        requests in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..64), 1..20),
-        hosts in proptest::collection::vec((0..3u128, any::<bool>(), 0..3u32), 1..20),
-    ) {
-        let directory = tempfile::tempdir().unwrap();
-        let mut config = Config::new(directory.path().join("image"));
-        config.shared = Some(directory.path().join("reservations"));
-        let open = |name: &str| {
-            let file = config.open_reservations().unwrap().unwrap();
-            config.prepare_reservations(&file, (name, IMAGE), [1; 16]).unwrap();
-            LentReservations::new(config.map_reservations(file, name).unwrap()).unwrap()
-        };
-        let (mut first, second) = (open("first"), open("second"));
-        for (request, (id, extended, session)) in requests.iter().zip(hosts) {
-            first.set_host(HostIdentity { id, extended, session });
-            first.take(false);
-            let _ = first.execute(request);
-            first.rest();
-            prop_assert!(second.report(true).is_ok() || second.report(false).is_ok());
         }
     }
 }

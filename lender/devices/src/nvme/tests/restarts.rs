@@ -69,6 +69,9 @@ impl Driver {
     pub fn restart(&mut self) {
         crash::after(None);
         self.kills += 1;
+        if let Some(act) = &mut self.while_dead {
+            act();
+        }
         self.irq.line = false;
         self.nvme = self.open();
         self.nvme.set_bar_memory(0, 0, self.mapped.clone());

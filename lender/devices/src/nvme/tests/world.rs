@@ -104,6 +104,8 @@ pub struct Driver {
     pub state: Option<HostSlice>,
     /// Of one that shares its namespace: its name, and where its medium is.
     pub share: Option<(&'static str, Place)>,
+    /// What happens when it was killed, before the next one starts.
+    pub while_dead: Option<Box<dyn FnMut()>>,
     /// How often it was.
     pub kills: u32,
     /// It is killed again after so many points.
@@ -160,6 +162,7 @@ impl Driver {
             config,
             state: None,
             share: None,
+            while_dead: None,
             kills: 0,
             kill_every: None,
         }

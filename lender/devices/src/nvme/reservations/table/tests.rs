@@ -130,7 +130,7 @@ fn preempting_takes_registrations_and_the_reservation() {
     let kind = Kind::ExclusiveAccess;
     // The holder's.
     let mut table = held(Kind::WriteExclusive);
-    let preempt = |key| (Acquire::Preempt(key), kind);
+    let preempt = |key| (Acquire::Preempt { key, aborts: false }, kind);
     assert_eq!(table.acquire(B, 11, preempt(99)), conflict);
     assert_eq!(table.acquire(B, 11, preempt(10)), Ok(()));
     assert_eq!(rights(&table), [NONE, ALL, NONE]);
@@ -189,6 +189,34 @@ fn what_persists_outlives_a_loss_of_power() {
     assert_eq!(rights(&reset), [ALL; 3]);
     table.forget_controller(2);
     assert_eq!(rights(&table), [ALL; 3]);
+}
+
+#[test]
+fn a_preempted_host_is_known_as_aborted_and_the_oldest_make_room() {
+    let kind = Kind::WriteExclusive;
+    let mut table = held(kind);
+    let preempt = |aborts| (Acquire::Preempt { key: 10, aborts }, kind);
+    let mut without = table.clone();
+    without.acquire(B, 11, preempt(false)).unwrap();
+    assert_eq!(
+        (without.aborts(), without.has_aborted(A.host, 0)),
+        (0, false)
+    );
+    table.acquire(B, 11, preempt(true)).unwrap();
+    let aborted = |table: &Table, after| [A, B].map(|it| table.has_aborted(it.host, after));
+    assert_eq!((table.aborts(), aborted(&table, 0)), (1, [true, false]));
+    assert_eq!(aborted(&table, 1), [false, false]);
+    // It stays so when all reservations are released, and for a long time.
+    table.release(B.host, 11, Release::Clear).unwrap();
+    assert_eq!(aborted(&table, 0), [true, false]);
+    for n in 2..=MOST as u64 + 1 {
+        table.abort(vec![Host::Named(n.into(), true)]);
+        assert_eq!(aborted(&table, n), [false, false]);
+    }
+    // Then nobody knows who was.
+    assert_eq!(aborted(&table, 0), [true, true]);
+    assert_eq!(aborted(&table, 1), [false, false]);
+    assert_eq!(table.aborted.len(), MOST);
 }
 
 #[test]
