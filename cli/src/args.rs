@@ -152,7 +152,8 @@ pub(crate) struct Lend {
     #[arg(long, value_name = "ID=IMAGE[,…]", value_parser = parse_disk)]
     pub(crate) virtio_blk: Vec<Disk>,
     /// Lend a virtio-net device on a tap interface of this host, as in nic0=tap0,mac=52:54:00:12:34:56.
-    #[arg(long, value_name = "ID=TAP[,mac=ADDRESS]", value_parser = parse_nic)]
+    /// With queues=N, it has N queue pairs.
+    #[arg(long, value_name = "ID=TAP[,mac=ADDRESS][,queues=N]", value_parser = parse_nic)]
     pub(crate) virtio_net: Vec<Nic>,
     /// Lend a DMA test device.
     #[arg(long, value_name = "ID")]
@@ -416,27 +417,40 @@ pub(crate) struct Nic {
     pub(crate) id: DeviceId,
     pub(crate) tap: String,
     pub(crate) mac: Option<Mac>,
+    pub(crate) queues: Option<u16>,
 }
 
 fn parse_nic(text: &str) -> Result<Nic, String> {
     let Some((id, rest)) = text.split_once('=') else {
         return Err("give a device id and a tap interface, as in nic0=tap0".into());
     };
-    let (tap, mac) = match rest.split_once(',') {
-        Some((tap, option)) => match option.strip_prefix("mac=") {
-            Some(mac) => {
-                let mac = mac.parse::<Mac>().map_err(|error| error.to_string())?;
-                (tap, Some(mac))
-            }
-            None => return Err(format!("unknown option {option:?}: there is mac=ADDRESS")),
-        },
-        None => (rest, None),
-    };
-    Ok(Nic {
+    let mut options = rest.split(',');
+    let mut nic = Nic {
         id: parse_id(id)?,
-        tap: tap.to_owned(),
-        mac,
-    })
+        tap: options.next().unwrap_or_default().to_owned(),
+        mac: None,
+        queues: None,
+    };
+    for option in options {
+        match option.split_once('=') {
+            Some(("mac", mac)) => {
+                let mac = mac.parse::<Mac>();
+                nic.mac = Some(mac.map_err(|error| error.to_string())?);
+            }
+            Some(("queues", count)) => {
+                let count = count
+                    .parse()
+                    .map_err(|_| format!("{option}: give a number"))?;
+                nic.queues = Some(count);
+            }
+            _ => {
+                return Err(format!(
+                    "unknown option {option:?}: there are mac=ADDRESS and queues=N"
+                ));
+            }
+        }
+    }
+    Ok(nic)
 }
 
 fn parse_server(text: &str) -> Result<(DeviceId, PathBuf), String> {

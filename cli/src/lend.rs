@@ -160,6 +160,9 @@ fn named(args: &Lend) -> anyhow::Result<Vec<Table>> {
         if let Some(mac) = nic.mac {
             options.insert("mac".into(), mac.to_string().into());
         }
+        if let Some(queues) = nic.queues {
+            options.insert("queues".into(), i64::from(queues).into());
+        }
         tables.push(model(&nic.id, "virtio-net", options, args));
     }
     for id in &args.dma_test {
@@ -249,7 +252,7 @@ mod tests {
             "--virtio-blk",
             "disk2=b.img",
             "--virtio-net",
-            "nic1=tap1,mac=52:54:00:12:34:56",
+            "nic1=tap1,mac=52:54:00:12:34:56,queues=2",
             "--dma-test",
             "dma1",
             "--borrower",
@@ -275,13 +278,18 @@ mod tests {
         }
         match &devices[2].source {
             Source::Model(Model::VirtioNet(nic)) => {
-                assert_eq!(nic.tap, "tap1");
+                assert_eq!((nic.tap.as_str(), nic.queues), ("tap1", 2));
                 let mac = nic.mac.map(|mac| mac.to_string());
                 assert_eq!(mac.as_deref(), Some("52:54:00:12:34:56"));
             }
             other => panic!("{other:?}"),
         }
-        for bad in ["nic1", "nic1=tap1,mac=1", "nic1=tap1,queues=2"] {
+        for bad in [
+            "nic1",
+            "nic1=tap1,mac=1",
+            "nic1=tap1,queues=x",
+            "nic1=tap1,mtu=1",
+        ] {
             assert!(tables(&["--virtio-net", bad]).is_err(), "{bad}");
         }
     }

@@ -77,7 +77,7 @@ pub fn a_network_device_carries_data_is_reset_and_removed(
         return Ok(Completion::ignored_with(why));
     }
     let tap = Tap::new(testbed()?)?;
-    let lent = format!("nic0={},mac={MAC}", tap.name());
+    let lent = format!("nic0={},mac={MAC},queues=2", tap.name());
     let _lender = cluster.lend(&["--virtio-net", &lent])?;
     let _backend = cluster.serve("a", &["nic0"]).start()?;
     let guest = cluster.guest("a").whole().cpus(2).boot()?;
@@ -95,9 +95,9 @@ pub fn a_network_device_carries_data_is_reset_and_removed(
         let value = guest.sh(&format!("cat /sys/class/net/eth0/{file}"))?;
         ensure!(value == expected, "{file}: {value}");
     }
-    // The first feature bit is the leftmost: checksums, segments of TCP, buffers that are merged, event index.
+    // The first feature bit is the leftmost: checksums, segments of TCP, buffers that are merged, queue pairs, event index.
     let features = guest.sh("cat /sys/class/net/eth0/device/features")?;
-    for bit in [0, 1, 7, 8, 11, 12, 15, 29, 32] {
+    for bit in [0, 1, 7, 8, 11, 12, 15, 17, 22, 29, 32] {
         let is_on = features.as_bytes().get(bit) == Some(&b'1');
         ensure!(is_on, "feature {bit} was not accepted: {features}");
     }
@@ -122,6 +122,16 @@ pub fn a_network_device_carries_data_is_reset_and_removed(
         bytes / frames
     );
     check::no_faults(cluster, &["nic0"])?;
+
+    // Both pairs receive: of several connections, one at a time is enough.
+    for seed in 0..8 {
+        transfer(&guest, &tap, noise(seed, 64 << 10))?;
+    }
+    for pair in 0..2 {
+        let count = "grep input.PAIR /proc/interrupts | awk '{print $2 + $3}'";
+        let count = guest.sh(&count.replace("PAIR", &pair.to_string()))?;
+        ensure!(count.parse::<u64>()? > 0, "pair {pair}: {count} interrupts");
+    }
 
     // The driver lets go, and comes again.
     let driver = "/sys/bus/pci/drivers/virtio-pci";

@@ -105,6 +105,7 @@ fn virtio_saved() -> VirtioSaved {
         msix_table: (0..32).collect(),
         writeback: 1,
         flush_failed: true,
+        pairs: 0,
     }
 }
 

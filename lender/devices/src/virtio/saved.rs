@@ -28,6 +28,8 @@ pub(crate) struct Saved {
     pub(crate) writeback: u8,
     /// A flush has failed, which the kernel reports once.
     pub(crate) flush_failed: bool,
+    /// Queue pairs of a network device that are in use.
+    pub(crate) pairs: u16,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

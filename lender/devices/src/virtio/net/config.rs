@@ -7,7 +7,7 @@ use ring::hmac;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use virtio_bindings::virtio_net::VIRTIO_NET_S_LINK_UP;
 
-use super::{CONFIG_LEN, KIND, QUEUES};
+use super::{CONFIG_LEN, KIND, MOST_PAIRS, queue_count};
 use crate::{
     block::{Tap, TapError},
     virtio::pci,
@@ -32,6 +32,17 @@ pub struct Config {
     /// The MTU that the guest is told, bytes. By default the tap interface's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u16>,
+    /// Queue pairs, 1 to 64.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub queues: u16,
+}
+
+fn one() -> u16 {
+    1
+}
+
+fn is_one(queues: &u16) -> bool {
+    *queues == 1
 }
 
 /// An Ethernet address of one interface.
@@ -112,6 +123,9 @@ pub enum ConfigError {
     /// The MTU is too small.
     #[error("mtu = {0}: it must be at least {LEAST_MTU} bytes")]
     Mtu(u16),
+    /// The number of queues is out of range.
+    #[error("queues = {0}: it must be 1 to {MOST_PAIRS} pairs")]
+    Queues(u16),
     /// There is nothing to derive an address from.
     #[error("cannot derive an address from {MACHINE_ID}: give one, `mac = \"52:54:00:12:34:56\"`")]
     Host(#[source] io::Error),
@@ -127,6 +141,7 @@ impl Config {
             tap: tap.into(),
             mac: None,
             mtu: None,
+            queues: one(),
         }
     }
 
@@ -137,6 +152,9 @@ impl Config {
     pub fn open_tap(&self, id: &str) -> Result<(Self, Tap), ConfigError> {
         if let Some(mtu) = self.mtu.filter(|mtu| *mtu < LEAST_MTU) {
             return Err(ConfigError::Mtu(mtu));
+        }
+        if !(1..=MOST_PAIRS).contains(&self.queues) {
+            return Err(ConfigError::Queues(self.queues));
         }
         let mac = match self.mac {
             Some(mac) => mac,
@@ -150,6 +168,7 @@ impl Config {
             tap: self.tap.clone(),
             mac: Some(mac),
             mtu: Some(self.mtu.unwrap_or(tap.mtu)),
+            queues: self.queues,
         };
         Ok((complete, tap))
     }
@@ -157,6 +176,7 @@ impl Config {
     /// Whether `complete` is what [`Config::open_tap`] made of this.
     pub fn is_met_by(&self, complete: &Self) -> bool {
         self.tap == complete.tap
+            && self.queues == complete.queues
             && self.mac.is_none_or(|mac| Some(mac) == complete.mac)
             && self.mtu.is_none_or(|mtu| Some(mtu) == complete.mtu)
     }
@@ -164,7 +184,7 @@ impl Config {
     /// The function.
     pub fn description(&self) -> Description {
         let mac = self.mac.map(|mac| mac.to_string());
-        pci::description(KIND, QUEUES, mac.unwrap_or_default())
+        pci::description(KIND, queue_count(self.queues), mac.unwrap_or_default())
     }
 
     /// The device's configuration (virtio 1.2, 5.1.4).
@@ -175,7 +195,7 @@ impl Config {
         let Mac(mac) = self.mac.unwrap_or(Mac([LOCAL, 0, 0, 0, 0, 0]));
         put(0, &mac);
         put(6, &(VIRTIO_NET_S_LINK_UP as u16).to_le_bytes());
-        put(8, &1u16.to_le_bytes());
+        put(8, &self.queues.to_le_bytes());
         put(10, &self.mtu.unwrap_or(1500).to_le_bytes());
         bytes
     }

@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use farside_fabric::memory::HostSlice;
 use farside_pci::Description;
 
-use super::{MOST_SENDING, RECEIVE, Session, TRANSMIT, VirtioNet};
+use super::{MOST_SENDING, Session, VirtioNet, receive_queue, transmit_queue};
 use crate::{Bus, Device, state, virtio::pci::BAR_SIZE};
 
 impl Device for VirtioNet {
@@ -38,16 +38,24 @@ impl Device for VirtioNet {
     fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
         let pending = match self.may_run(bus) {
             true => {
+                let control = self.control_queue();
                 let transport = &mut self.transport;
-                let frames = transport.enable_notifications_of(TRANSMIT, 0, bus)
-                    && self.sending.has_room()
-                    && self.session != Session::Off;
+                let mut frames = false;
+                for pair in 0..self.active {
+                    frames |= transport.enable_notifications_of(transmit_queue(pair), 0, bus);
+                }
+                let frames = frames && self.sending.has_room() && self.session != Session::Off;
                 // Notifications of buffers cost the guest a trap each, and are for frames that wait.
-                let buffers = self.session == Session::Open
-                    && self.receiving.first().is_some_and(|(_, it)| it.is_here())
-                    && transport.enable_notifications_of(RECEIVE, self.too_few, bus);
+                let waits = self.receiving.first().and_then(|(_, it)| it.pair());
+                let buffers = waits.filter(|_| self.session == Session::Open);
+                let buffers = buffers.is_some_and(|pair| {
+                    let queue = receive_queue(pair);
+                    transport.enable_notifications_of(queue, self.too_few, bus)
+                });
+                let commands =
+                    control.is_some_and(|queue| transport.enable_notifications_of(queue, 0, bus));
                 let opens = self.session == Session::Off && !self.is_telling;
-                frames || buffers || opens
+                frames || buffers || commands || opens
             }
             false => self.can_recover(bus),
         };

@@ -12,10 +12,17 @@
 //! the queues are, and a process that follows one that was killed goes on from there: frames that were being sent are
 //! sent again, those that were being received are lost, as networks may do.
 //!
+//! # Queue pairs
+//!
+//! Each frame is received by the queue pair by which the driver has sent the last one of its flow, so that a guest's CPUs share
+//! what they receive. One thread serves all pairs.
+//!
 //! The tap interface has as many offloads as the driver: long TCP segments and missing checksums pass as they are.
 
 mod config;
+mod control;
 mod device;
+mod flows;
 mod in_order;
 mod receive;
 mod recovery;
@@ -29,10 +36,10 @@ use farside_fabric::memory::SharedMemory;
 use virtio_bindings::{
     virtio_ids::VIRTIO_ID_NET,
     virtio_net::{
-        VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_ECN,
+        VIRTIO_NET_F_CSUM, VIRTIO_NET_F_CTRL_VQ, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_ECN,
         VIRTIO_NET_F_GUEST_TSO4, VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_HOST_ECN,
-        VIRTIO_NET_F_HOST_TSO4, VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_MAC, VIRTIO_NET_F_MRG_RXBUF,
-        VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS,
+        VIRTIO_NET_F_HOST_TSO4, VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_MAC, VIRTIO_NET_F_MQ,
+        VIRTIO_NET_F_MRG_RXBUF, VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS,
     },
 };
 
@@ -47,14 +54,27 @@ use crate::{
         medium::{Direction, Medium},
     },
 };
+use flows::Flows;
 use in_order::InOrder;
 use receive::{MOST_BUFFERS, MOST_RECEIVING, ROOM, Receiving};
 use send::{MOST_SENDING, Sending};
 
-/// The queues (5.1.2).
-const RECEIVE: u16 = 0;
-const TRANSMIT: u16 = 1;
-const QUEUES: u16 = 2;
+/// Most queue pairs.
+const MOST_PAIRS: u16 = 64;
+
+/// The queues of a pair (5.1.2).
+fn receive_queue(pair: u16) -> u16 {
+    2 * pair
+}
+
+fn transmit_queue(pair: u16) -> u16 {
+    2 * pair + 1
+}
+
+/// How many queues there are with so many pairs: with several, a control queue, too.
+fn queue_count(pairs: u16) -> u16 {
+    2 * pairs + u16::from(pairs > 1)
+}
 
 /// Bytes of the device's configuration (5.1.4), up to the MTU.
 const CONFIG_LEN: usize = 12;
@@ -89,6 +109,9 @@ const FEATURES: u64 = 1 << VIRTIO_NET_F_CSUM
     | 1 << VIRTIO_NET_F_MRG_RXBUF
     | 1 << VIRTIO_NET_F_STATUS;
 
+/// With several queue pairs.
+const MULTIQUEUE_FEATURES: u64 = 1 << VIRTIO_NET_F_CTRL_VQ | 1 << VIRTIO_NET_F_MQ;
+
 /// Whether frames of the tap interface are for the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Session {
@@ -109,6 +132,13 @@ pub struct VirtioNet {
     medium: Medium,
     /// The device's configuration, which the driver reads.
     config: [u8; CONFIG_LEN],
+    /// Queue pairs.
+    pairs: u16,
+    /// So many of them are in use.
+    active: u16,
+    /// The pair of which frames are sent next.
+    turn: u16,
+    flows: Flows,
     session: Session,
     /// The tap interface is being told of a session, or of a former one.
     is_telling: bool,
@@ -187,11 +217,21 @@ impl VirtioNet {
             source,
         };
         let room = usize::from(MOST_RECEIVING) * ROOM;
+        let pairs = config.queues;
+        let features = match pairs {
+            1 => FEATURES,
+            _ => FEATURES | MULTIQUEUE_FEATURES,
+        };
+        let (queues, description) = (queue_count(pairs), config.description());
         Ok(Self {
-            transport: Transport::new(KIND, id.to_owned(), QUEUES, FEATURES, config.description()),
+            transport: Transport::new(KIND, id.to_owned(), queues, features, description),
             block: block.map_err(engine)?,
             medium: Medium::new(format!("tap {}", config.tap), TAP_SIZE),
             config: config.registers(),
+            pairs,
+            active: 1,
+            turn: 0,
+            flows: Flows::NONE,
             session: Session::Off,
             is_telling: false,
             was_connected: true,
@@ -225,6 +265,7 @@ impl VirtioNet {
     /// Frames that have come are for no other driver.
     fn end_session(&mut self) {
         self.session = Session::Off;
+        (self.active, self.flows) = (1, Flows::NONE);
         self.receiving.iter_mut().for_each(Receiving::discard);
     }
 
@@ -254,6 +295,7 @@ impl VirtioNet {
             if (self.session == Session::Off || again) && !self.is_telling {
                 self.open_session(!again);
             }
+            busy |= self.execute_commands(bus);
             if self.session != Session::Off {
                 busy |= self.send_frames(bus);
             }

@@ -7,7 +7,7 @@ use virtio_bindings::virtio_net::{
     VIRTIO_NET_HDR_GSO_NONE, VIRTIO_NET_HDR_GSO_TCPV4, VIRTIO_NET_HDR_GSO_TCPV6,
 };
 
-use super::{MOST_SEGMENTS, RECEIVE, Session, VirtioNet};
+use super::{MOST_SEGMENTS, Session, VirtioNet, flows::HEADERS, receive_queue};
 use crate::{
     Bus, Dma,
     block::{
@@ -38,20 +38,27 @@ const NUM_BUFFERS: usize = 10;
 #[derive(Debug)]
 pub(super) enum Receiving {
     Waiting,
-    /// Its length. 0: none.
-    Here(usize),
+    /// Its length, 0: none, and the queue pair that it is for.
+    Here {
+        len: usize,
+        pair: u16,
+    },
 }
 
 impl Receiving {
     /// Loses the frame.
     pub(super) fn discard(&mut self) {
-        if let Self::Here(len) = self {
-            *len = 0;
+        if let Self::Here { len, pair } = self {
+            (*len, *pair) = (0, 0);
         }
     }
 
-    pub(super) fn is_here(&self) -> bool {
-        matches!(self, Self::Here(_))
+    /// The queue pair of a frame that waits for buffers.
+    pub(super) fn pair(&self) -> Option<u16> {
+        match self {
+            Self::Waiting => None,
+            Self::Here { pair, .. } => Some(*pair),
+        }
     }
 }
 
@@ -92,9 +99,21 @@ impl VirtioNet {
                 0
             }
         };
+        let pair = match self.active > 1 && len > HEADER {
+            true => self.pair_of(tag, len),
+            false => 0,
+        };
         if let Some(frame) = self.receiving.ended(tag) {
-            *frame = Receiving::Here(len);
+            *frame = Receiving::Here { len, pair };
         }
+    }
+
+    fn pair_of(&self, tag: Tag, len: usize) -> u16 {
+        let mut headers = [0; HEADERS];
+        let at = usize::from(tag) * ROOM + HEADER;
+        let frame = self.room.slice(at, HEADERS.min(len - HEADER));
+        let len = frame.map_or(0, |frame| frame.read(&mut headers));
+        self.flows.pair_of(&headers[..len], self.active)
     }
 
     /// Delivers frames to the driver. Returns whether there was any.
@@ -103,11 +122,11 @@ impl VirtioNet {
             if !self.may_run(bus) || self.session != Session::Open {
                 return count > 0;
             }
-            let Some((tag, Receiving::Here(len))) = self.receiving.first() else {
+            let Some((tag, Receiving::Here { len, pair })) = self.receiving.first() else {
                 return count > 0;
             };
-            let len = *len;
-            match self.deliver(tag, len, bus) {
+            let (len, queue) = (*len, receive_queue(*pair));
+            match self.deliver(tag, len, queue, bus) {
                 Delivery::NoBuffers => return count > 0,
                 Delivery::Delivered => {
                     self.stats.received += 1;
@@ -121,7 +140,7 @@ impl VirtioNet {
         true
     }
 
-    fn deliver(&mut self, tag: Tag, len: usize, bus: &mut Bus<'_>) -> Delivery {
+    fn deliver(&mut self, tag: Tag, len: usize, queue: u16, bus: &mut Bus<'_>) -> Delivery {
         let at = usize::from(tag) * ROOM;
         let Some(frame) = self.room.slice(at, len).filter(|_| len > HEADER) else {
             return Delivery::Dropped;
@@ -132,7 +151,7 @@ impl VirtioNet {
         self.given.clear();
         self.segments.clear();
         let most = match self.transport.has_feature(VIRTIO_NET_F_MRG_RXBUF) {
-            true => self.transport.queue_size(RECEIVE).into(),
+            true => self.transport.queue_size(queue).into(),
             false => 1,
         };
         let (mut left, mut too_long) = (len, false);
@@ -140,11 +159,11 @@ impl VirtioNet {
             let buffer = &mut self.buffer;
             let Some(head) = self
                 .transport
-                .take_in_order(RECEIVE, bus, buffer, MOST_SEGMENTS)
+                .take_in_order(queue, bus, buffer, MOST_SEGMENTS)
             else {
                 // Those that were taken wait for more.
                 self.too_few = self.given.len() as u16;
-                self.transport.untake(RECEIVE, self.too_few);
+                self.transport.untake(queue, self.too_few);
                 return Delivery::NoBuffers;
             };
             buffer.retain(|it| it.writable);
@@ -156,7 +175,7 @@ impl VirtioNet {
             too_long = left > 0 && self.given.len() >= most;
         }
         if too_long {
-            self.transport.untake(RECEIVE, self.given.len() as u16);
+            self.transport.untake(queue, self.given.len() as u16);
             return Delivery::Dropped;
         }
         if !self.transport.has_feature(VIRTIO_NET_F_GUEST_CSUM) {
@@ -168,11 +187,11 @@ impl VirtioNet {
             at.write(&count);
         }
         if let Err(fault) = copy(&frame, &self.segments, bus.dma) {
-            let why = format_args!("queue {RECEIVE}: {fault}");
+            let why = format_args!("queue {queue}: {fault}");
             self.transport.fail(why, bus.irq);
             return Delivery::Dropped;
         }
-        self.transport.give_back_in_order(RECEIVE, &self.given, bus);
+        self.transport.give_back_in_order(queue, &self.given, bus);
         Delivery::Delivered
     }
 

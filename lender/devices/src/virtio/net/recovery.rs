@@ -3,7 +3,7 @@
 use farside_fabric::memory::HostSlice;
 use virtio_bindings::virtio_config::VIRTIO_CONFIG_S_DRIVER_OK;
 
-use super::{QUEUES, VirtioNet};
+use super::VirtioNet;
 use crate::{Bus, state::StateError, virtio::saved::Saved};
 
 impl VirtioNet {
@@ -27,6 +27,7 @@ impl VirtioNet {
         }
         done?;
         // Before its start, a driver has no queues to take up.
+        self.active = restored.saved.pairs.clamp(1, self.pairs);
         let ran = u32::from(restored.saved.status) & VIRTIO_CONFIG_S_DRIVER_OK != 0;
         self.recovery = ran && !restored.saved.resetting;
         self.save();
@@ -41,12 +42,19 @@ impl VirtioNet {
     }
 
     pub(super) fn save(&mut self) {
-        self.transport.save(Saved::default());
+        self.transport.save(Saved {
+            pairs: self.active,
+            ..Saved::default()
+        });
     }
 
     /// Whether the queues can be taken up now.
     pub(super) fn can_recover(&self, bus: &mut Bus<'_>) -> bool {
-        self.recovery && !self.quiesced && self.transport.can_go_on_with(0..QUEUES, bus)
+        self.recovery
+            && !self.quiesced
+            && self
+                .transport
+                .can_go_on_with(0..self.transport.queue_count(), bus)
     }
 
     /// Takes up the queues, if the device can reach guest memory. Returns whether it did.

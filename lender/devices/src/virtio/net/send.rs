@@ -1,8 +1,8 @@
 //! Frames from the guest (virtio 1.2, 5.1.6.2).
 
-use farside_fabric::Access;
+use farside_fabric::{Access, memory::HostSlice};
 
-use super::{MOST_SEGMENTS, Session, TRANSMIT, VirtioNet};
+use super::{MOST_SEGMENTS, Session, VirtioNet, flows::HEADERS, transmit_queue};
 use crate::{
     Bus,
     block::{
@@ -15,7 +15,7 @@ use crate::{
 /// Most frames that are sent at a time.
 pub(super) const MOST_SENDING: Tag = 256;
 
-/// Most frames that are taken in a poll.
+/// Most frames of a queue that are taken in a poll.
 const BURST: usize = 64;
 
 /// A frame that is being sent.
@@ -23,30 +23,42 @@ const BURST: usize = 64;
 pub(super) struct Sending {
     /// The index of its first descriptor.
     head: u16,
+    queue: u16,
     ended: bool,
 }
 
 impl VirtioNet {
-    /// Starts to send what the driver has put into its queue. Returns whether there was any.
+    /// Starts to send what the driver has put into its queues. Returns whether there was any.
     pub(super) fn send_frames(&mut self, bus: &mut Bus<'_>) -> bool {
-        for count in 0..BURST {
-            if !self.sending.has_room() || !self.may_run(bus) || !self.send_frame(bus) {
-                return count > 0;
+        let mut any = false;
+        for step in 0..self.active {
+            let pair = (self.turn + step) % self.active;
+            for _ in 0..BURST {
+                if !self.sending.has_room() || !self.may_run(bus) || !self.send_frame(pair, bus) {
+                    break;
+                }
+                any = true;
             }
         }
-        true
+        self.turn = (self.turn + u16::from(any)) % self.active;
+        any
     }
 
-    fn send_frame(&mut self, bus: &mut Bus<'_>) -> bool {
+    fn send_frame(&mut self, pair: u16, bus: &mut Bus<'_>) -> bool {
+        let queue = transmit_queue(pair);
         let segments = &mut self.segments;
         let Some(head) = self
             .transport
-            .take_in_order(TRANSMIT, bus, segments, MOST_SEGMENTS)
+            .take_in_order(queue, bus, segments, MOST_SEGMENTS)
         else {
             return false;
         };
         let tag = self.sending.tag();
-        self.sending.push(Sending { head, ended: false });
+        self.sending.push(Sending {
+            head,
+            queue,
+            ended: false,
+        });
         let slices = self.block.slices(tag);
         slices.clear();
         let len: u64 = segments.iter().map(|it| u64::from(it.len)).sum();
@@ -59,10 +71,15 @@ impl VirtioNet {
         });
         match (gathered, self.session) {
             (Some(Ok(())), Session::Open | Session::Opening) => {
+                if self.active > 1 {
+                    let mut headers = [0; HEADER + HEADERS];
+                    let len = copy_out(slices, &mut headers);
+                    self.flows.sent(&headers[HEADER..len.max(HEADER)], pair);
+                }
                 self.block.write(tag, 0, Durability::Cached);
             }
             (Some(Err(fault)), _) => {
-                let why = format_args!("queue {TRANSMIT}: {fault}");
+                let why = format_args!("queue {queue}: {fault}");
                 self.transport.fail(why, bus.irq);
                 self.sent(tag, Err(BlockError::GuestMemory));
             }
@@ -99,10 +116,19 @@ impl VirtioNet {
         if !self.transport.is_running(bus) {
             return;
         }
-        while let Some((_, Sending { head, ended: true })) = self.sending.first() {
-            let done = [(*head, 0)];
+        while let Some((_, sending)) = self.sending.first().filter(|(_, it)| it.ended) {
+            let (queue, done) = (sending.queue, [(sending.head, 0)]);
             self.sending.pop();
-            self.transport.give_back_in_order(TRANSMIT, &done, bus);
+            self.transport.give_back_in_order(queue, &done, bus);
         }
     }
+}
+
+/// Copies the beginning of memory. Returns how many bytes.
+fn copy_out(slices: &[HostSlice], bytes: &mut [u8]) -> usize {
+    let mut done = 0;
+    for slice in slices {
+        done += slice.read(&mut bytes[done..]);
+    }
+    done
 }

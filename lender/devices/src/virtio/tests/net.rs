@@ -1,5 +1,6 @@
 //! A network device on a tap interface of a network namespace of the test, whose other end is the kernel's.
 
+mod pairs;
 mod remote;
 
 use std::{
@@ -118,7 +119,13 @@ fn wire() -> Option<(Wire, Config)> {
 impl Driver<VirtioNet> {
     /// Off.
     fn nic() -> Option<Self> {
-        let (wire, config) = wire()?;
+        Self::nic_with(|_| ())
+    }
+
+    fn nic_with(configure: impl FnOnce(&mut Config)) -> Option<Self> {
+        let (mut wire, mut config) = wire()?;
+        configure(&mut config);
+        wire.config = config.clone();
         let device = VirtioNet::with_tap("nic0", &config, wire.tap.try_clone().unwrap());
         Some(Self::new(device.unwrap(), wire))
     }
@@ -133,10 +140,14 @@ impl Driver<VirtioNet> {
     }
 
     fn add_buffers(&mut self, count: usize) {
+        self.add_buffers_to(RX, count);
+    }
+
+    fn add_buffers_to(&mut self, queue: usize, count: usize) {
         for _ in 0..count {
-            let head = *self.free(RX).last().unwrap();
-            let at = self.memory_of(RX, head) + AT;
-            assert_eq!(self.submit(RX, &[writable(at, BUFFER)]), head);
+            let head = *self.free(queue).last().unwrap();
+            let at = self.memory_of(queue, head) + AT;
+            assert_eq!(self.submit(queue, &[writable(at, BUFFER)]), head);
         }
     }
 
@@ -153,12 +164,17 @@ impl Driver<VirtioNet> {
 
     /// The next frame that the driver has received: its header and its payload.
     fn take_frame(&mut self) -> Option<(Vec<u8>, Vec<u8>)> {
-        let (head, len) = self.take(RX)?;
-        let mut bytes = self.memory.get(self.memory_of(RX, head) + AT, len as usize);
+        self.take_frame_of(RX)
+    }
+
+    fn take_frame_of(&mut self, queue: usize) -> Option<(Vec<u8>, Vec<u8>)> {
+        let (head, len) = self.take(queue)?;
+        let at = |driver: &Self, head| driver.memory_of(queue, head) + AT;
+        let mut bytes = self.memory.get(at(self, head), len as usize);
         let count = u16::from_le_bytes([bytes[10], bytes[11]]);
         for _ in 1..count {
-            let (head, len) = self.take(RX).expect("all buffers of a frame at once");
-            bytes.extend(self.memory.get(self.memory_of(RX, head) + AT, len as usize));
+            let (head, len) = self.take(queue).expect("all buffers of a frame at once");
+            bytes.extend(self.memory.get(at(self, head), len as usize));
         }
         let payload = bytes.split_off(HEADER + HEADERS);
         Some((bytes, payload))
@@ -175,13 +191,17 @@ impl Driver<VirtioNet> {
 
     /// The driver sends a frame, in two parts. Returns the request's head.
     fn guest_sends(&mut self, at: u64, payload: &[u8]) -> u16 {
+        self.guest_sends_by(TX, at, payload)
+    }
+
+    fn guest_sends_by(&mut self, queue: usize, at: u64, payload: &[u8]) -> u16 {
         let frame = frame(payload);
         self.memory.put(at, &frame);
         let parts = [
             readable(at, HEADER as u32),
             readable(at + HEADER as u64, (frame.len() - HEADER) as u32),
         ];
-        self.submit(TX, &parts)
+        self.submit(queue, &parts)
     }
 
     /// The next datagram that the kernel has received.

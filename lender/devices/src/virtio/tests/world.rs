@@ -131,7 +131,8 @@ pub struct Driver<D: Model = VirtioBlk> {
     pub memory: Memory,
     pub irq: Irq,
     pub queues: Vec<Queue>,
-    /// Entries of those that the driver creates as it starts.
+    /// How many the driver creates as it starts, and their entries.
+    pub queue_count: u16,
     pub queue_size: u16,
     pub features: u64,
     /// Requests use indirect tables.
@@ -233,6 +234,7 @@ impl<D: Model> Driver<D> {
             memory: Memory::new(),
             irq: Irq::default(),
             queues: Vec::new(),
+            queue_count: 2,
             queue_size: 64,
             features: 0,
             indirect: false,
@@ -273,7 +275,7 @@ impl<D: Model> Driver<D> {
         assert_eq!(self.status(), 0xb, "features are accepted");
         self.queues.clear();
         self.write(16, 2, 0);
-        for index in 0..2 {
+        for index in 0..self.queue_count {
             self.create_queue(index, self.queue_size);
         }
         self.set_status(0xf);
