@@ -86,8 +86,8 @@ pub enum Frame {
         /// With Host Identifiers of 128 bits.
         extended: bool,
     },
-    /// To the lender of a shared namespace: all that came before this frame may be aborted, and what comes after it was started since
-    /// the [`Frame::Fence`] with this number.
+    /// To the lender of a shared namespace: all that was in flight at the [`Frame::Fence`] with this number has ended, and is not sent
+    /// again. What comes after this frame was started since.
     Fenced {
         /// As in that.
         number: u64,
@@ -112,7 +112,7 @@ pub enum Frame {
         limit_ms: u64,
     },
     /// To the borrower of a shared namespace: what it has in flight is aborted by another host, and refused until it answers with
-    /// [`Frame::Fenced`]. What is in flight then has no further steps.
+    /// [`Frame::Fenced`]. The next one comes after the answer.
     Fence {
         /// Greater than before.
         number: u64,

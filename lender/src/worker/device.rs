@@ -96,10 +96,6 @@ impl WorkerDevice {
                 if let Some(file) = config.open_reservations()? {
                     let device = (id.as_str(), image.size);
                     config.prepare_reservations(&file, device, boot_number()?)?;
-                    if adopted.is_none() {
-                        // A worker over the network ends with its lender.
-                        config.leave_reservations(id, false)?;
-                    }
                 }
                 (config.description(image.size), Some(image), kept)
             }

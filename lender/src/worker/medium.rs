@@ -64,6 +64,8 @@ impl MediumLease {
             format!("device {id}: lent over the network ({whose})"),
         ));
         let end = self.run(orders, calls)?;
+        // Another lender may have lent the device meanwhile.
+        let end_of_lender = matches!(end, End::Stopped);
         let (why, release) = match end {
             End::Returned => ("returned".to_owned(), Release::Over(Revocation::Released)),
             End::Cut(error) => (
@@ -82,8 +84,11 @@ impl MediumLease {
         };
         let line = format!("device {}: {why} ({whose})", self.id);
         let report = self.report();
-        // Waits for what is in flight on the medium.
-        drop(self.medium);
+        // Both wait for what is in flight on the medium.
+        match end_of_lender {
+            true => drop(self.medium),
+            false => self.medium.end(),
+        }
         calls.tell(Call::Line(Line::Ended, line));
         calls.released(release);
         // Fails if the broker is gone.

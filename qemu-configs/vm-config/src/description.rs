@@ -133,6 +133,12 @@ impl<'de> Deserialize<'de> for DeviceConfig {
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DeviceConfig, A::Error> {
                 let DeviceTable { id, port, function } =
                     Deserialize::deserialize(MapAccessDeserializer::new(map))?;
+                if function > 0 && port.is_none() {
+                    let error = format_args!(
+                        "function {function} of which device: give device {id} the `port` of another"
+                    );
+                    return Err(de::Error::custom(error));
+                }
                 Ok(DeviceConfig { id, port, function })
             }
         }
@@ -348,6 +354,10 @@ mod tests {
                 "unknown field `prot`, expected one of `id`, `port`, `function`",
             ),
             ("devices = [{ port = 1 }]", "missing field `id`"),
+            (
+                "devices = [{ id = \"a\", function = 1 }]",
+                "give device a the `port` of another",
+            ),
             ("devices = [3]", "expected a device's id, or a table"),
         ] {
             let error = toml::from_str::<VmConfig>(text).unwrap_err().to_string();

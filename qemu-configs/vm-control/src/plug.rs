@@ -83,16 +83,8 @@ pub fn attach(vm: &VmName, device: &DeviceId, options: &AttachOptions) -> Result
             }),
         };
     }
-    if config
-        .devices
-        .iter()
-        .any(|it| it.id == *device && it.function > 0)
-    {
-        return Err(one_function(
-            vm,
-            device,
-            "as its configuration says".to_owned(),
-        ));
+    if let Some(other) = other_function(&config, device) {
+        return Err(one_function(vm, device, format!("with {other}")));
     }
     let all = slots.all(&mut monitor)?;
     let port = choose(vm, device, &config, &all, options.port)?;
@@ -190,6 +182,20 @@ fn check_alone(monitor: &mut Monitor, device: &DeviceId, has: &[DeviceId]) -> Re
     }
 }
 
+/// Another device that the configuration has at the port of this one.
+fn other_function<'a>(config: &'a VmConfig, device: &DeviceId) -> Option<&'a DeviceId> {
+    let port = described_port(config, device)?;
+    let ids = config.devices.iter().map(|it| &it.id);
+    let mut others = ids.filter(|other| *other != device);
+    others.find(|other| described_port(config, other) == Some(port))
+}
+
+/// The port of a device in the configuration.
+fn described_port(config: &VmConfig, device: &DeviceId) -> Option<u16> {
+    let mut devices = config.devices.iter().enumerate();
+    devices.find_map(|(n, it)| (it.id == *device).then_some(it.port.unwrap_or(n as u16)))
+}
+
 fn one_function(vm: &VmName, device: &DeviceId, others: String) -> Error {
     Error::OneFunction {
         device: device.to_owned(),
@@ -267,12 +273,7 @@ fn choose(
     slots: &[Slot],
     asked: Option<u16>,
 ) -> Result<u16, Error> {
-    let described =
-        |id: &DeviceId| {
-            config.devices.iter().enumerate().find_map(|(n, device)| {
-                (device.id == *id).then_some(device.port.unwrap_or(n as u16))
-            })
-        };
+    let described = |id: &DeviceId| described_port(config, id);
     if let Some(port) = asked.or_else(|| described(device)) {
         let why = match slots.iter().find(|slot| slot.port == port) {
             Some(Slot { taken: false, .. }) => return Ok(port),

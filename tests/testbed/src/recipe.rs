@@ -279,8 +279,10 @@ pub(crate) const NESTED_BOOT_MODULES: &[&str] = &["button", "evdev"];
 /// Modules of a nested guest, loaded by hand: drivers for borrowed devices and for disks beside them.
 pub(crate) const NESTED_MODULES: &[&str] = &[
     "ahci",
+    "e1000e",
     "igbvf",
     "nvme",
+    "nvme_tcp",
     "sd_mod",
     "usb_storage",
     "virtio_blk",

@@ -14,7 +14,12 @@ use farside_testbed::{HostVm, Nested};
 use farside_tests::hosts::{start_with_fio, stripped};
 use serde_json::json;
 
-use super::{Parameters, drives::line, measure::Run, nested::busy};
+use super::{
+    Parameters,
+    drives::line,
+    measure::Run,
+    nested::{busy, connect_by_tcp, serve_by_tcp},
+};
 use crate::{
     interrupt,
     scene::{self, BOOT, SHORT},
@@ -30,23 +35,39 @@ const IMAGE: u64 = 256 << 20;
 /// Longer than a benchmark.
 const LIFE: Duration = Duration::from_secs(24 * 3600);
 
-/// A device of the host with a disk.
+/// A device of the host by which its guest has a disk.
 struct Device {
     /// Its name in QEMU.
     name: &'static str,
     /// In host and guest.
     bdf: &'static str,
-    /// The host's QEMU gets these, and a drive `NAME`.
+    /// The host's QEMU gets these, and a drive `NAME`, or for a network the port of a hub.
     args: &'static [&'static str],
+    disk: Disk,
     /// The guest's modules for it and its disk.
     modules: &'static str,
 }
 
-const DEVICES: [Device; 3] = [
+/// Where the disk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Disk {
+    /// Behind the device.
+    Behind,
+    /// At the host, by NVMe over TCP, and the device is a network interface.
+    OverTcp,
+}
+
+/// The host's address in the network of that interface, and the guest's.
+const NETWORK: [&str; 2] = ["10.9.0.1", "10.9.0.2"];
+/// The host's file for that disk.
+const FILE: &str = "/tmp/disk";
+
+const DEVICES: [Device; 4] = [
     Device {
         name: "nvme",
         bdf: "0000:00:0a.0",
         args: &["nvme,drive=nvme,serial=nvme,addr=a"],
+        disk: Disk::Behind,
         modules: "nvme",
     },
     Device {
@@ -56,6 +77,7 @@ const DEVICES: [Device; 3] = [
             "qemu-xhci,id=xhci,addr=b",
             "usb-storage,bus=xhci.0,drive=qemu-xhci",
         ],
+        disk: Disk::Behind,
         modules: "xhci_pci usb_storage sd_mod",
     },
     Device {
@@ -65,7 +87,18 @@ const DEVICES: [Device; 3] = [
             "ich9-ahci,id=sata,addr=c",
             "ide-hd,bus=sata.0,drive=ich9-ahci",
         ],
+        disk: Disk::Behind,
         modules: "ahci sd_mod",
+    },
+    Device {
+        name: "e1000e",
+        bdf: "0000:00:0d.0",
+        args: &[
+            "e1000e,netdev=e1000e,romfile=,addr=d",
+            "virtio-net-pci,netdev=peer,romfile=,addr=e",
+        ],
+        disk: Disk::OverTcp,
+        modules: "e1000e",
     },
 ];
 
@@ -115,6 +148,15 @@ pub(super) fn measure(parameters: &Parameters<'_>) -> Result<(Vec<JobResult>, Se
 
 fn in_host(parameters: &Parameters<'_>, host: &HostVm) -> Result<(Vec<JobResult>, Section)> {
     host.exec_ok("mkdir -p /run/farside", SHORT)?;
+    let [address, _] = NETWORK;
+    let network = format!(
+        "set -e; modprobe virtio_net; ip addr add {address}/24 dev eth0
+        ip link set lo up; ip link set eth0 up
+        dd if=/dev/zero of={FILE} bs=1M count={} 2>/dev/null",
+        IMAGE >> 20
+    );
+    host.exec_ok(&network, SHORT)?;
+    serve_by_tcp(host, address, &[FILE])?;
     let repeats = parameters.settings.repeats;
     let task = parameters.progress.bar("Measuring", 2 * u64::from(repeats));
     let mut pairs = Vec::new();
@@ -230,16 +272,28 @@ impl Stage<'_> {
         let disk = self.bind()?;
         let jobs = self.parameters.jobs().into_iter();
         let turns = jobs.map(|job| self.turn(&disk, job).with_context(|| job.name.clone()));
-        turns.collect()
+        let turns = turns.collect();
+        if self.device.disk == Disk::OverTcp {
+            let disconnect = "for controller in /sys/class/nvme/*; do
+                [ $(cat $controller/transport) != tcp ] || echo 1 >$controller/delete_controller
+            done";
+            self.guest.exec_ok(disconnect, SHORT)?;
+        }
+        turns
     }
 
     /// Has the guest's driver use the device. Returns the name of its disk.
     fn bind(&self) -> Result<String> {
         let Device { bdf, modules, .. } = self.device;
         self.count_traps()?;
+        let (connect, of_disk) = match self.device.disk {
+            Disk::Behind => (String::new(), format!("/{bdf}/")),
+            Disk::OverTcp => (connect(bdf), "/nvme-subsystem/".to_owned()),
+        };
         let bind = format!(
-            "modprobe -a {modules}
-            until link=$(ls -l /sys/block | grep -m 1 /{bdf}/); do sleep 0.1; done
+            "set -e; modprobe -a {modules}
+            {connect}
+            until link=$(ls -l /sys/block | grep -m 1 {of_disk}); do sleep 0.1; done
             echo ${{link##*/}}"
         );
         let disk = self.guest.exec_ok(&bind, SHORT).context("no disk")?;
@@ -292,6 +346,15 @@ impl Stage<'_> {
 impl Device {
     /// Arguments for the host's QEMU.
     fn in_host(&self, directory: &Path) -> Result<Vec<String>> {
+        let devices = self.args.iter().flat_map(|device| ["-device", device]);
+        let devices = devices.map(str::to_owned);
+        if self.disk == Disk::OverTcp {
+            let ports = [self.name, "peer"].map(|id| format!("hubport,hubid=9,id={id}"));
+            let ports = ports
+                .into_iter()
+                .flat_map(|port| ["-netdev".to_owned(), port]);
+            return Ok(ports.chain(devices).collect());
+        }
         let image = directory.join(self.name);
         File::create(&image)
             .and_then(|file| file.set_len(IMAGE))
@@ -301,15 +364,28 @@ impl Device {
             self.name,
             image.display()
         );
-        let devices = self.args.iter().flat_map(|device| ["-device", device]);
-        let args = ["-drive", &drive].into_iter().chain(devices);
-        Ok(args.map(str::to_owned).collect())
+        Ok(["-drive".to_owned(), drive]
+            .into_iter()
+            .chain(devices)
+            .collect())
     }
 
     /// Its driver writes to the MSI-X table, which always traps.
     fn has_msix(&self) -> bool {
         self.name != "ich9-ahci"
     }
+}
+
+/// A shell command of the guest that connects it to the disk by the network interface at `bdf`.
+fn connect(bdf: &str) -> String {
+    let [host, own] = NETWORK;
+    format!(
+        "until name=$(ls /sys/bus/pci/devices/{bdf}/net); do sleep 0.1; done
+        ip addr add {own}/24 dev $name; ip link set $name up
+        until ping -c 1 -W 1 {host} >/dev/null; do sleep 0.1; done
+        {}",
+        connect_by_tcp(host)
+    )
 }
 
 fn socket(device: &str) -> String {

@@ -89,12 +89,12 @@ pub(super) trait Engine: Send {
     /// On whose behalf the operations are that are queued from now on: of interest for a lender in another host.
     fn set_host(&mut self, _host: HostIdentity) {}
 
-    /// Whether a lender in another host has aborted what is in flight, and waits for [`Engine::fence`].
+    /// Whether a lender in another host has aborted what was in flight, and waits for [`Engine::fence`].
     fn wants_fence(&self) -> bool {
         false
     }
 
-    /// What is in flight has no further steps.
+    /// All that was in flight has ended.
     fn fence(&mut self) {}
 
     /// The engine is about to be dropped. Finishes all reads with ECANCELED: of frames, which may never come.

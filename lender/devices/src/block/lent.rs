@@ -260,6 +260,8 @@ impl LentMedium {
             if !self.has_room() || !self.block.may_take() || !self.is_admitted() {
                 return Ok(count > 0);
             }
+            // Before the answers that it explains.
+            self.send_fence();
             let (slots, free, memory) = (&mut self.slots, &mut self.free, &self.memory);
             let place = |frame: &Frame| place(slots, free, memory, frame);
             let received = self.link.receive_some(place);

@@ -345,9 +345,13 @@ impl BlockQueue {
         self.engine.wants_fence()
     }
 
-    /// Ends the transfers in flight with their current steps, each with these bits of a status, and tells the lender.
-    pub fn fence(&mut self, status: u16) {
+    /// Has the transfers in flight end with their current steps, each with these bits of a status.
+    pub fn abort(&mut self, status: u16) {
         self.transfers.iter_mut().for_each(|it| it.abort(status));
+    }
+
+    /// See [`Engine::fence`].
+    pub fn fence(&mut self) {
         self.engine.fence();
     }
 

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_medium::{Condition, Frame, HostIdentity, Link, LinkError, Memory};
+use farside_medium::{Condition, Frame, FrameError, HostIdentity, Link, LinkError, Memory};
 use rustix::{
     buffer::spare_capacity,
     event::{PollFd, PollFlags, Timespec, epoll, poll},
@@ -124,6 +124,15 @@ impl MediumKeeper {
     }
 }
 
+/// A lender has aborted what was in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fence {
+    /// It waits for the answer to the fence with this number.
+    Asked(u64),
+    /// Its connection was lost. The next lender asks anew.
+    OfFormer,
+}
+
 enum State {
     Connected(Box<Link>),
     Waiting,
@@ -146,8 +155,12 @@ pub(super) struct Network {
     finished: Vec<(Tag, i32)>,
     /// Of a shared namespace: on whose behalf the operations are.
     host: Option<HostIdentity>,
-    /// The number of a fence that has no answer.
-    fence: Option<u64>,
+    /// A fence that has no answer.
+    fence: Option<Fence>,
+    /// The owner may not know of it yet.
+    is_news: bool,
+    /// The frame of the last answer.
+    fenced: Option<u64>,
     condition: Condition,
     /// Since when the owner waits for everything in flight.
     hurried: Option<Instant>,
@@ -197,6 +210,8 @@ impl Network {
             finished: Vec::with_capacity(depth.into()),
             host: None,
             fence: None,
+            is_news: false,
+            fenced: None,
             condition: Condition {
                 size,
                 full: false,
@@ -253,7 +268,8 @@ impl Network {
     /// Takes the next connection, and sends over it what has no answer.
     fn reconnect(&mut self, mut link: Box<Link>) {
         (self.waited, self.has_answered) = (self.number, false);
-        self.fence = None;
+        self.fence = self.fence.map(|_| Fence::OfFormer);
+        self.fenced = None;
         if let Err(error) = watch(&self.epoll, &link) {
             return self.lose(LinkError::System(error));
         }
@@ -326,7 +342,18 @@ impl Network {
                 self.has_answered = true;
                 self.finish(tag, result);
             }
-            Frame::Fence { number } => self.fence = Some(number),
+            Frame::Fence { number } => {
+                let sent = match &self.state {
+                    State::Connected(link) => link.sent(),
+                    State::Waiting | State::GivenUp => 0,
+                };
+                // The next one comes after the answer.
+                let is_asked = matches!(self.fence, Some(Fence::Asked(_)));
+                if is_asked || self.fenced.is_some_and(|frame| frame >= sent) {
+                    return self.lose(FrameError::Unexpected(frame).into());
+                }
+                (self.fence, self.is_news) = (Some(Fence::Asked(number)), true);
+            }
             // Once for a connection: a lender that repeats it uses no memory.
             Frame::Release { limit_ms } if !self.release_asked => {
                 self.release_asked = true;
@@ -416,7 +443,9 @@ impl Engine for Network {
 
     fn has_finished(&mut self) -> bool {
         self.look();
-        !self.finished.is_empty() || self.more
+        // Its owner looks once.
+        let is_news = std::mem::take(&mut self.is_news);
+        !self.finished.is_empty() || self.more || is_news
     }
 
     fn wake_fd(&self) -> BorrowedFd<'_> {
@@ -458,7 +487,9 @@ impl Engine for Network {
     }
 
     fn fence(&mut self) {
-        if let (Some(number), State::Connected(link)) = (self.fence.take(), &mut self.state) {
+        let asked = self.fence.take();
+        if let (Some(Fence::Asked(number)), State::Connected(link)) = (asked, &mut self.state) {
+            self.fenced = Some(link.posted());
             link.post(Frame::Fenced { number }, Memory::NONE);
         }
         self.flush();

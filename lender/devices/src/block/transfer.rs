@@ -283,10 +283,9 @@ impl Transfer {
 
     /// Ends a transfer in flight with its current step, unless it is a request.
     pub(super) fn abort(&mut self, status: u16) {
-        self.aborted = match self.job {
-            Job::Idle | Job::Reserve | Job::Report { .. } => None,
-            _ => Some(status),
-        };
+        if !matches!(self.job, Job::Idle | Job::Reserve | Job::Report { .. }) {
+            self.aborted = Some(status);
+        }
     }
 
     /// Handles the result of the system call: bytes, or a negative errno.

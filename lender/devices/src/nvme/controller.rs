@@ -294,7 +294,7 @@ impl Nvme {
 
     /// Admin commands have no limits.
     fn may_take_from(&mut self, id: u16) -> bool {
-        id == 0 || (self.reservations_admit() && self.block.may_take())
+        id == 0 || (!self.is_fenced() && self.reservations_admit() && self.block.may_take())
     }
 
     fn fetch_from(&mut self, id: u16, bus: &mut Bus<'_>) -> Result<bool, Fault> {
@@ -475,6 +475,7 @@ impl Nvme {
 
     fn run(&mut self, bus: &mut Bus<'_>) -> bool {
         let mut busy = self.recover(bus);
+        self.fence();
         if self.may_fetch(bus) {
             match self.fetch_all(bus) {
                 Ok(fetched) => busy |= fetched,
@@ -518,6 +519,7 @@ impl Nvme {
                 self.queues.refresh_tail(bus.dma, id)?;
                 pending |= self.has_slot_for(id)
                     && self.queues.can_fetch(bus.dma, id)?
+                    && !self.is_fenced()
                     && self.reservations_would_admit()
                     && self.block.may_take();
             }

@@ -89,9 +89,9 @@ impl Slots {
         self.slots.len() - self.free.len()
     }
 
-    /// Whether any slot is for this work.
-    pub fn are_any(&self, work: Work) -> bool {
-        self.slots.iter().any(|slot| slot.work == work)
+    /// Whether any slot has such work.
+    pub fn are_any(&self, is_such: impl Fn(Work) -> bool) -> bool {
+        self.slots.iter().any(|slot| is_such(slot.work))
     }
 
     /// Takes a slot.

@@ -11,12 +11,14 @@ use tempfile::TempDir;
 
 use super::{Parameters, hosts::MBIT};
 use crate::{
-    bench::{measure::Run, nested::busy},
+    bench::{
+        measure::Run,
+        nested::{busy, connect_by_tcp, serve_by_tcp},
+    },
     scene::{self, BOOT, DEVICE, SHORT},
 };
 
 const FAR: &str = "10.0.0.2";
-const SUBSYSTEM: &str = "nqn.2014-08.org.nvmexpress:uuid:farside";
 /// Bytes of each of the far host's images, which are in memory.
 const IMAGE_MIB: u32 = 64;
 /// RAM of the near host, bytes: its guest's is in it.
@@ -131,29 +133,13 @@ fn measure(parameters: &Parameters<'_>, near: &HostVm, far: &HostVm) -> Result<V
 
 /// Lends one image, and makes two others namespaces of an NVMe/TCP target.
 fn lend(far: &HostVm) -> Result<impl Sized + '_> {
-    let target = format!(
+    let images = format!(
         "set -e
         mkdir /images; mount -t tmpfs none /images
-        for n in 0 1 2; do dd if=/dev/zero of=/images/$n bs=1M count={IMAGE_MIB} 2>/dev/null; done
-        modprobe nvmet_tcp
-        mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
-        cd /sys/kernel/config/nvmet
-        mkdir subsystems/{SUBSYSTEM}
-        echo 1 >subsystems/{SUBSYSTEM}/attr_allow_any_host
-        for n in 1 2; do
-            space=subsystems/{SUBSYSTEM}/namespaces/$n
-            mkdir $space
-            echo -n /images/$n >$space/device_path
-            echo 1 >$space/buffered_io
-            echo 1 >$space/enable
-        done
-        mkdir ports/1; cd ports/1
-        echo tcp >addr_trtype; echo ipv4 >addr_adrfam
-        echo {FAR} >addr_traddr; echo 4420 >addr_trsvcid
-        ln -s ../../subsystems/{SUBSYSTEM} subsystems/"
+        for n in 0 1 2; do dd if=/dev/zero of=/images/$n bs=1M count={IMAGE_MIB} 2>/dev/null; done"
     );
-    far.exec_ok(&target, SHORT)
-        .context("setting the kernel's NVMe/TCP target up")?;
+    far.exec_ok(&images, SHORT)?;
+    serve_by_tcp(far, FAR, &["/images/1", "/images/2"])?;
     let lend = format!(
         "export FARSIDE_RUNTIME_DIR=/run/farside
         exec farside lend --nvme {DEVICE}=/images/0 --listen tcp:{FAR}:7410 --listen-plain \
@@ -166,11 +152,7 @@ fn lend(far: &HostVm) -> Result<impl Sized + '_> {
 
 /// Borrows the image, and connects the kernel to its target.
 fn borrow(near: &HostVm) -> Result<impl Sized + '_> {
-    let connect = format!(
-        "modprobe nvme_tcp &&
-        echo -n transport=tcp,traddr={FAR},trsvcid=4420,nqn={SUBSYSTEM} >/dev/nvme-fabrics"
-    );
-    near.exec_ok(&connect, SHORT)
+    near.exec_ok(&connect_by_tcp(FAR), SHORT)
         .context("connecting to the kernel's NVMe/TCP target")?;
     for n in 1..=2 {
         near.wait_path(&format!("/dev/nvme0n{n}"), SHORT)?;

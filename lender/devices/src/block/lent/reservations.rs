@@ -97,9 +97,10 @@ impl LentMedium {
     }
 }
 
-impl Drop for LentMedium {
-    fn drop(&mut self) {
-        // What is in flight ends; then others need not wait for this controller.
+impl LentMedium {
+    /// Waits for what is in flight on the medium, after which others need not wait for this controller. Dropped instead, it is
+    /// left to whoever serves the device next to say so.
+    pub fn end(mut self) {
         self.block.drain();
         self.rest();
     }

@@ -58,7 +58,7 @@ fn ask(nvme: &mut Nvme, target: Target, request: Request) -> Result<Outcome, Sta
             }
         }
         // The table has the number of one request, should that come again.
-        Some(Shared::Lent { .. }) if nvme.slots.are_any(Work::Reserve) => {
+        Some(Shared::Lent { .. }) if nvme.slots.are_any(|work| work == Work::Reserve) => {
             Err(Status::COMMAND_INTERRUPTED)
         }
         Some(Shared::Lent { .. }) => {

@@ -147,7 +147,9 @@ impl Contents<'_> {
         if let Err(error) = change(&mut table) {
             return Ok(Err(error));
         }
-        let persists = table.persists() || before.persists();
+        // Aborts do, for the borrowers that outlive this host.
+        let is_abort = table.aborts() != before.aborts();
+        let persists = table.persists() || before.persists() || is_abort;
         let is_new = table != before;
         if is_new {
             self.set_table(&table, version + 1)?;
@@ -229,9 +231,12 @@ impl ReservationFile {
                 Ok::<(), FileError>(())
             };
             contents.change(lose, |version| contents.set_word(VERSION, version))??;
-            // Whose process did not end has nothing in flight any more.
+            let aborts = contents.table(contents.word(VERSION)?)?.aborts();
             for n in 0..MOST as u16 {
+                // Whose process did not end has nothing in flight any more.
                 contents.set_word(at(n) + BUSY, 0)?;
+                let settled = contents.word(at(n) + SETTLED)?;
+                contents.set_word(at(n) + SETTLED, settled.min(aborts))?;
             }
             file.write_all_at(&boot, BOOT)?;
             file.sync_data()?;

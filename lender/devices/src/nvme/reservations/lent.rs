@@ -68,7 +68,9 @@ impl Lent {
         if self.host.is_none() || self.fence.is_some() {
             return;
         }
-        let number = self.sharer.aborts();
+        let Some(number) = self.sharer.aborts() else {
+            return;
+        };
         if self.sharer.has_aborted(self.caller(), after) {
             self.fence = Some(Fence::Wanted(number));
         } else {

@@ -27,6 +27,7 @@ use super::{
     command::io,
     config::{Config, ConfigError},
     controller::Nvme,
+    slots::Work,
     status::Status,
 };
 use crate::{Bus, state::Entry};
@@ -255,10 +256,21 @@ impl Nvme {
         self.tell_host();
     }
 
-    /// Ends the commands that another host has aborted, as the lender of the medium says. Their steps that have ended are known.
+    /// Whether another host has aborted commands, as the lender of the medium says, which have not all ended yet.
+    pub(super) fn is_fenced(&self) -> bool {
+        matches!(self.shared, Some(Shared::Lent { .. })) && self.block.wants_fence()
+    }
+
+    /// Has those commands end, and tells the lender when none is left that it would be sent again: over another connection, or by
+    /// a process that follows this one.
     pub(super) fn fence(&mut self) {
-        if self.block.wants_fence() {
-            self.block.fence(Status::ABORTED_BY_PREEMPTING.bits());
+        if !self.is_fenced() {
+            return;
+        }
+        self.block.abort(Status::ABORTED_BY_PREEMPTING.bits());
+        let is_left = |work: Work| !matches!(work, Work::Free | Work::Reserve | Work::Report);
+        if self.recovery.is_none() && !self.slots.are_any(is_left) {
+            self.block.fence();
         }
     }
 

@@ -155,12 +155,12 @@ impl Sharer {
 
     /// The number of the last abort, unless it is known that nothing is in flight that was before that.
     pub fn unsettled(&self) -> Option<u64> {
-        (!self.is_settled && self.table.is_some()).then(|| self.aborts())
+        self.aborts().filter(|_| !self.is_settled)
     }
 
-    /// The number of the last abort.
-    pub fn aborts(&self) -> u64 {
-        self.table.as_ref().map_or(0, Table::aborts)
+    /// The number of the last abort; none if there is no table.
+    pub fn aborts(&self) -> Option<u64> {
+        self.table.as_ref().map(Table::aborts)
     }
 
     /// The number that [`Sharer::settle`] had last, also in a process before this one.

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use farside_medium::{Frame, HostIdentity, Link, Memory, REFUSED};
+use farside_medium::{Condition, Frame, HostIdentity, Link, Memory, REFUSED};
 use rustix::net::{Shutdown, shutdown};
 
 use super::{
@@ -168,6 +168,87 @@ fn what_was_on_the_wire_is_aborted_for_good() {
         hold(&mut first, &mut second);
     }
     assert_eq!(second.nvme.problem(), None);
+}
+
+/// The frames that a borrower has sent.
+fn sent(far: &mut Link) -> Vec<Frame> {
+    let mut frames = Vec::new();
+    while let Some(frame) = far.receive(|_| Ok(Memory::DISCARD)).unwrap() {
+        frames.push(frame);
+    }
+    frames
+}
+
+#[test]
+fn a_fence_is_answered_when_nothing_of_before_is_left() {
+    let [_first, mut second] = two([Here, Lent]);
+    let (name, _) = second.share.unwrap();
+    let file = second.config.open_reservations().unwrap().unwrap();
+    let identity = second.config.reservations_identity(&file, name).unwrap();
+    let (near, mut far) = links();
+    let (nvme, keeper) = borrow(&second.config, near, identity);
+    second.nvme = nvme;
+    second.enable();
+    second.create_pair(1, 64);
+    second.submit(1, Sqe::new(1).nsid(1).prp(DATA, 0).blocks(0, 1));
+    second.poll();
+    let before = sent(&mut far);
+    let [Frame::Host(_), Frame::Write { tag, .. }] = before[..] else {
+        panic!("{before:?}");
+    };
+    let fence = |far: &mut Link, second: &mut Driver| {
+        far.post(Frame::Fence { number: 1 }, Memory::NONE);
+        far.flush().unwrap();
+        for _ in 0..5 {
+            second.poll();
+            second.enable_notifications();
+        }
+    };
+    fence(&mut far, &mut second);
+    // Nor does another command start.
+    second.submit(1, Sqe::new(0).nsid(1));
+    second.poll();
+    assert_eq!(sent(&mut far), []);
+    // A cut: the write is sent again, and the next lender does not know that it was told.
+    let (near, next) = links();
+    far = next;
+    eventually("cut", || {
+        second.enable_notifications();
+        keeper.notices.try_recv().is_ok()
+    });
+    assert!(keeper.supply(Supply::Link(Box::new(near))));
+    second.enable_notifications();
+    assert_eq!(sent(&mut far), before);
+    fence(&mut far, &mut second);
+    assert_eq!(sent(&mut far), []);
+    let done = Frame::Done {
+        tag,
+        result: 512,
+        data: 0,
+        condition: Condition {
+            size: IMAGE,
+            full: false,
+            read_only: false,
+        },
+    };
+    far.post(done, Memory::NONE);
+    far.flush().unwrap();
+    assert_eq!(second.wait(1).status, ABORTED);
+    second.poll();
+    let after = sent(&mut far);
+    assert!(
+        matches!(after[..], [Frame::Fenced { number: 1 }, Frame::Sync { .. }]),
+        "{after:?}"
+    );
+    // Another one before the answer was sent is no lender's.
+    for number in 2..4 {
+        far.post(Frame::Fence { number }, Memory::NONE);
+    }
+    far.flush().unwrap();
+    eventually("end", || {
+        second.enable_notifications();
+        keeper.notices.try_recv().is_ok()
+    });
 }
 
 #[test]

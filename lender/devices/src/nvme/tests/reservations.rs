@@ -108,7 +108,7 @@ pub(super) fn serve(mut lent: LentMedium, gate: &Mutex<()>) {
     loop {
         let open = gate.lock().unwrap();
         let Ok(turn) = lent.turn(&mut || ()) else {
-            return;
+            return lent.end();
         };
         drop(open);
         if turn != Turn::Idle {

@@ -145,17 +145,23 @@ impl Config {
         }
     }
 
+    /// Checks all settings except the tap interface.
+    pub(super) fn validate(&self) -> Result<(), ConfigError> {
+        if let Some(mtu) = self.mtu.filter(|mtu| *mtu < LEAST_MTU) {
+            return Err(ConfigError::Mtu(mtu));
+        }
+        match (1..=MOST_PAIRS).contains(&self.queues) {
+            true => Ok(()),
+            false => Err(ConfigError::Queues(self.queues)),
+        }
+    }
+
     /// Attaches to the tap interface. Returns it with the configuration of the device `id`, in which all is said.
     ///
     /// # Errors
     /// A [`ConfigError`].
     pub fn open_tap(&self, id: &str) -> Result<(Self, Tap), ConfigError> {
-        if let Some(mtu) = self.mtu.filter(|mtu| *mtu < LEAST_MTU) {
-            return Err(ConfigError::Mtu(mtu));
-        }
-        if !(1..=MOST_PAIRS).contains(&self.queues) {
-            return Err(ConfigError::Queues(self.queues));
-        }
+        self.validate()?;
         let mac = match self.mac {
             Some(mac) => mac,
             None => {

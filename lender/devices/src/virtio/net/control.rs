@@ -19,14 +19,18 @@ const MOST_SEGMENTS: usize = 8;
 const LEN: usize = 4;
 
 impl VirtioNet {
-    /// The control queue, which is behind those of all pairs, or of one for a driver that knows of no more.
-    pub(super) fn control_queue(&self) -> Option<u16> {
-        let pairs = match self.transport.has_feature(VIRTIO_NET_F_MQ) {
+    /// Queue pairs that the driver knows of.
+    pub(super) fn known_pairs(&self) -> u16 {
+        match self.transport.has_feature(VIRTIO_NET_F_MQ) {
             true => self.pairs,
             false => 1,
-        };
+        }
+    }
+
+    /// The control queue, which is behind those of the pairs that the driver knows of.
+    pub(super) fn control_queue(&self) -> Option<u16> {
         let has_one = self.transport.has_feature(VIRTIO_NET_F_CTRL_VQ);
-        has_one.then_some(2 * pairs)
+        has_one.then(|| 2 * self.known_pairs())
     }
 
     /// Executes what the driver has put into its control queue. Returns whether there was any.
@@ -81,7 +85,7 @@ impl VirtioNet {
         let [class, number, pairs @ ..] = command;
         let pairs = u16::from_le_bytes(pairs);
         let is_known = len == LEN && [class, number].map(u32::from) == PAIRS_SET;
-        let result = match is_known && (1..=self.pairs).contains(&pairs) {
+        let result = match is_known && (1..=self.known_pairs()).contains(&pairs) {
             true => {
                 self.use_pairs(pairs);
                 VIRTIO_NET_OK

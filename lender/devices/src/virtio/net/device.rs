@@ -38,10 +38,10 @@ impl Device for VirtioNet {
     fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
         let pending = match self.may_run(bus) {
             true => {
-                let control = self.control_queue();
+                let (control, pairs) = (self.control_queue(), self.known_pairs());
                 let transport = &mut self.transport;
                 let mut frames = false;
-                for pair in 0..self.active {
+                for pair in 0..pairs {
                     frames |= transport.enable_notifications_of(transmit_queue(pair), 0, bus);
                 }
                 let frames = frames && self.sending.has_room() && self.session != Session::Off;

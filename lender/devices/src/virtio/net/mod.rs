@@ -212,6 +212,7 @@ impl VirtioNet {
         config: &Config,
         block: io::Result<BlockQueue>,
     ) -> Result<Self, ConfigError> {
+        config.validate()?;
         let engine = |source| ConfigError::Engine {
             tap: config.tap.clone(),
             source,

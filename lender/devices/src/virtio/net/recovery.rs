@@ -27,7 +27,7 @@ impl VirtioNet {
         }
         done?;
         // Before its start, a driver has no queues to take up.
-        self.active = restored.saved.pairs.clamp(1, self.pairs);
+        self.active = restored.saved.pairs.clamp(1, self.known_pairs());
         let ran = u32::from(restored.saved.status) & VIRTIO_CONFIG_S_DRIVER_OK != 0;
         self.recovery = ran && !restored.saved.resetting;
         self.save();

@@ -31,8 +31,10 @@ impl VirtioNet {
     /// Starts to send what the driver has put into its queues. Returns whether there was any.
     pub(super) fn send_frames(&mut self, bus: &mut Bus<'_>) -> bool {
         let mut any = false;
-        for step in 0..self.active {
-            let pair = (self.turn + step) % self.active;
+        // A driver may still have frames in queues that are not in use any more.
+        let pairs = self.known_pairs();
+        for step in 0..pairs {
+            let pair = (self.turn + step) % pairs;
             for _ in 0..BURST {
                 if !self.sending.has_room() || !self.may_run(bus) || !self.send_frame(pair, bus) {
                     break;
@@ -40,7 +42,7 @@ impl VirtioNet {
                 any = true;
             }
         }
-        self.turn = (self.turn + u16::from(any)) % self.active;
+        self.turn = (self.turn + u16::from(any)) % pairs;
         any
     }
 

@@ -4,7 +4,12 @@ use super::{
     super::world::{DATA, Driver, readable, writable},
     RX, TX,
 };
-use crate::{Device, virtio::VirtioNet};
+use crate::{
+    Device,
+    block::{TAP_SIZE, remote_medium},
+    test_links::links,
+    virtio::{VirtioNet, net::Config},
+};
 
 const PAIRS: u16 = 3;
 /// Behind the queues of all pairs, and of one.
@@ -130,6 +135,31 @@ fn frames_that_wait_for_buffers_of_a_pair_go_to_another_when_it_is_not_used_any_
 }
 
 #[test]
+fn frames_in_a_queue_that_is_not_used_any_more_are_sent() {
+    let Some(mut driver) = with_pairs(0) else {
+        return;
+    };
+    assert_eq!(driver.command(CONTROL, &set_pairs(2)), OK);
+    let head = driver.guest_sends_by(tx(1), DATA + 4096, b"last");
+    assert_eq!(driver.command(CONTROL, &set_pairs(1)), OK);
+    assert_eq!(driver.wait(tx(1)), (head, 0));
+    assert_eq!(driver.host_takes(), Some(b"last".to_vec()));
+}
+
+#[test]
+fn a_lender_that_offers_no_or_too_many_pairs_is_refused() {
+    let mut config = Config::new("tap0");
+    for queues in [0, 65, u16::MAX] {
+        config.queues = queues;
+        let (near, _far) = links();
+        let (medium, _keeper) = remote_medium(TAP_SIZE, near).unwrap();
+        let error = VirtioNet::with_remote("nic0", &config, medium).err();
+        let error = error.expect("refused").to_string();
+        assert!(error.contains("1 to 64 pairs"), "{error}");
+    }
+}
+
+#[test]
 fn a_killed_device_goes_on_with_its_pairs() {
     let Some(mut driver) = with_pairs(0) else {
         return;
@@ -184,6 +214,7 @@ fn a_driver_of_one_pair_has_its_control_queue_behind_that() {
     driver.start_without(F_MQ);
     driver.add_buffers(4);
     driver.settle();
+    assert_eq!(driver.command(CONTROL_OF_ONE, &set_pairs(2)), ERROR);
     assert_eq!(driver.command(CONTROL_OF_ONE, &set_pairs(1)), OK);
     driver.host_sends(b"one");
     assert_eq!(driver.wait_anywhere(), (0, b"one".to_vec()));
