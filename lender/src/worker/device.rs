@@ -77,13 +77,13 @@ impl WorkerDevice {
         workers: Workers,
         adopted: Option<Adopted>,
     ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
-        let (mut open, mut adopted) = (None, adopted);
+        let (mut open, mut adopted, mut has_ended) = (None, adopted, false);
         let mut model = model;
         match adopted.as_mut().map(|it| it.go_on(&model, &adapter)) {
             Some(Ok(image)) => open = image,
             Some(Err(why)) => {
                 if let Some(lease) = adopted.take() {
-                    lease.end(&workers.keeper, Some(adapter.tables()), &why);
+                    has_ended = lease.end(&workers.keeper, Some(adapter.tables()), &why);
                 }
             }
             None => {}
@@ -96,6 +96,9 @@ impl WorkerDevice {
                 if let Some(file) = config.open_reservations()? {
                     let device = (id.as_str(), image.size);
                     config.prepare_reservations(&file, device, boot_number()?)?;
+                    if has_ended {
+                        config.leave_reservations(id, false)?;
+                    }
                 }
                 (config.description(image.size), Some(image), kept)
             }
@@ -177,7 +180,10 @@ impl WorkerDevice {
     /// Ends that lease.
     pub(crate) fn end_adopted(&mut self, why: &str) {
         if let Some(adopted) = self.adopted.take() {
-            adopted.end(&self.workers.keeper, self.tables(), why);
+            let has_ended = adopted.end(&self.workers.keeper, self.tables(), why);
+            if has_ended && let Err(error) = self.process_gone(false) {
+                log::error!("{error}");
+            }
         }
     }
 

@@ -336,8 +336,13 @@ impl Adopted {
         now.checked_sub(ago).unwrap_or(now)
     }
 
-    /// Ends the lease in order, and waits until its worker is gone.
-    pub(crate) fn end(self, keeper: &Keeper, tables: Option<&dyn AdapterTables>, why: &str) {
+    /// Ends the lease in order, and waits until its worker is gone. Returns whether it is.
+    pub(crate) fn end(
+        self,
+        keeper: &Keeper,
+        tables: Option<&dyn AdapterTables>,
+        why: &str,
+    ) -> bool {
         let KeptLease {
             device,
             vm,
@@ -354,7 +359,8 @@ impl Adopted {
         let _ = wait(&self.pidfd, Some(END_TIMEOUT));
         // Fails if it has ended.
         let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
-        if !wait(&self.pidfd, Some(END_TIMEOUT)) {
+        let has_ended = wait(&self.pidfd, Some(END_TIMEOUT));
+        if !has_ended {
             log::error!("device {device}: its worker process {pid} does not end");
         }
         if let Some(handle) = self.handle.map(KeptHandle::into_handle)
@@ -369,6 +375,7 @@ impl Adopted {
             tables.give_back_requester(entry);
         }
         keeper.forget(self.number);
+        has_ended
     }
 }
 

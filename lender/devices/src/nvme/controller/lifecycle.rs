@@ -75,6 +75,7 @@ impl Nvme {
             && !self.shutdown_flush
             && self.recovery.is_none()
             && self.slots.busy() == 0
+            && !self.is_fenced()
             && self.block.may_take()
         {
             self.start_shutdown_flush();

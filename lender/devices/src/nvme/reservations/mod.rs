@@ -188,7 +188,7 @@ impl Nvme {
 
     /// As [`Nvme::check_reservation`], for an admin command that changes the namespace.
     pub(super) fn check_reservation_to_format(&mut self) -> Result<(), Status> {
-        match self.reservations_admit() {
+        match !self.is_fenced() && self.reservations_admit() {
             true => self.check_reservation(io::WRITE),
             false => Err(Status::COMMAND_INTERRUPTED),
         }
