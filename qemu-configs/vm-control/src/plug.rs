@@ -163,12 +163,17 @@ pub fn detach(vm: &VmName, device: &DeviceId, limit: Duration) -> Result<Detache
 /// Refuses to unplug a device that shares its port with another: a guest would be asked to release both.
 fn check_alone(monitor: &mut Monitor, device: &DeviceId, has: &[DeviceId]) -> Result<(), Error> {
     let slots = Slots::of(monitor)?;
-    let Some(port) = slots.port_of(monitor, &qemu_id(device))? else {
+    let mut port_of = |id: &DeviceId| match slots.port_of(monitor, &qemu_id(id)) {
+        // The guest has released it just now.
+        Err(Error::Refused { class, .. }) if class == "DeviceNotFound" => Ok(None),
+        port => port,
+    };
+    let Some(port) = port_of(device)? else {
         return Ok(());
     };
     let mut others = Vec::new();
     for other in has.iter().filter(|other| *other != device) {
-        if slots.port_of(monitor, &qemu_id(other))? == Some(port) {
+        if port_of(other)? == Some(port) {
             others.push(other.as_str());
         }
     }
