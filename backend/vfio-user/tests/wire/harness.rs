@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use farside_vfio_user::serve::{Pumped, pump};
 use farside_vfio_user::{Connection, ConnectionError, Errno, Session};
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{EventfdFlags, Timespec};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -313,11 +313,17 @@ impl Canary {
         self.writer.as_fd()
     }
 
-    /// Whether all duplicates are closed.
+    /// Whether all duplicates are closed. What the kernel has not delivered, it may close a moment later.
     pub fn closed_elsewhere(self) -> bool {
         let Self { mut reader, writer } = self;
         drop(writer);
         rustix::io::ioctl_fionbio(&reader, true).unwrap();
+        let limit = Timespec {
+            tv_sec: 10,
+            tv_nsec: 0,
+        };
+        let mut closed = [PollFd::new(&reader, PollFlags::IN)];
+        poll(&mut closed, Some(&limit)).unwrap();
         matches!(reader.read(&mut [0]), Ok(0))
     }
 }
