@@ -124,7 +124,7 @@ pub enum Error {
     },
     /// A guest is told of a slot, not of a function.
     #[error(
-        "device {device} is one function of a device of VM {vm}, {others}: its functions are in the VM together, from start to stop"
+        "device {device} is one function of a device of VM {vm}, {others}, and a guest releases all of them at once: change its configuration, then stop and start it"
     )]
     OneFunction {
         device: DeviceId,

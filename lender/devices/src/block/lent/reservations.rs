@@ -95,9 +95,7 @@ impl LentMedium {
         }
         self.answer(tag, Ok(()));
     }
-}
 
-impl LentMedium {
     /// Waits for what is in flight on the medium, after which others need not wait for this controller. Dropped instead, it is
     /// left to whoever serves the device next to say so.
     pub fn end(mut self) {
