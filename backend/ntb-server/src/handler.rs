@@ -32,6 +32,7 @@ impl Machine {
         side.memory.clear();
         side.vectors.disable_all();
         side.held = None;
+        side.answers = true;
         side.unplugged = false;
         let outstanding = side.commands.clear();
         self.ntb.cancel_read(port);
@@ -260,6 +261,7 @@ impl Handler for PortHandler<'_> {
             Matched::Nothing => false,
             Matched::Probe => true,
             Matched::Command { tag, result } => {
+                side.answers = true;
                 let result = result.map_err(|errno| {
                     log::debug!("{}: DMA command failed: {errno}", side.name);
                     PeerError::Refused

@@ -11,12 +11,30 @@ use crate::{
     side::{Side, Tag},
 };
 
+/// Requests of one VMM that are served before the other one's are.
+const BUDGET: usize = 256;
+
+/// Most writes in one request of QEMU (`VFIO_USER_MULTI_MAX`).
+const WRITES: usize = 200;
+
 /// Both VMs.
 pub(crate) struct Hosts(pub(crate) [Side; 2]);
 
 impl Hosts {
     pub(crate) fn side(&mut self, port: Port) -> &mut Side {
         &mut self.0[port as usize]
+    }
+
+    /// How many requests of the VMM of `port` may be served now. None while its last one waits, and while there is no room for the
+    /// DMA commands that one more could cause: its writes wait then, as posted writes of PCIe do for flow control credits. They do
+    /// not wait for a peer that has not answered the last command in time.
+    pub(crate) fn budget(&self, port: Port) -> usize {
+        let (own, other) = (&self.0[port as usize], &self.0[port.peer() as usize]);
+        match own.held {
+            Some(_) => 0,
+            None if !other.answers => BUDGET,
+            None => BUDGET.min(other.commands.room() / WRITES),
+        }
     }
 
     /// Whether an access to shared memory of `port` must be queued behind the DMA

@@ -23,9 +23,6 @@ use crate::{
     side::Side,
 };
 
-/// Requests of one client that are served before the other client is.
-const BUDGET: usize = 256;
-
 /// Index of the first client in the `pollfd` array.
 const CLIENTS: usize = 3;
 
@@ -89,8 +86,8 @@ enum Next {
     Input,
     /// The socket is writable.
     Room,
-    /// The client's own read is complete.
-    OwnRead,
+    /// The client's own read is complete, or there is room for DMA commands to the other client.
+    Other,
 }
 
 impl NtbServer {
@@ -151,6 +148,7 @@ impl NtbServer {
             self.expire();
             for port in Port::BOTH {
                 self.answer(port);
+                self.resume(port);
                 self.flush(port);
             }
         }
@@ -245,7 +243,7 @@ impl NtbServer {
         let hung_up = ready.intersects(PollFlags::HUP | PollFlags::ERR);
         let result = match client.next {
             // Nothing is received now that would report it.
-            Next::OwnRead if hung_up => Err(ConnectionError::Closed),
+            Next::Other if hung_up => Err(ConnectionError::Closed),
             _ => self.serve(port),
         };
         if let Err(error) = result {
@@ -253,7 +251,7 @@ impl NtbServer {
         }
     }
 
-    /// Serves up to [`BUDGET`] requests of a client.
+    /// Serves requests of a client, as many as its [`budget`](Hosts::budget) allows.
     fn serve(&mut self, port: Port) -> Result<(), ConnectionError> {
         let Some(client) = &mut self.endpoints[port as usize].client else {
             return Ok(());
@@ -263,20 +261,20 @@ impl NtbServer {
             session,
             next,
         } = client;
-        let waits = self.machine.hosts.side(port).held.is_some();
+        let budget = self.machine.hosts.budget(port);
         let mut handler = PortHandler {
             machine: &mut self.machine,
             port,
         };
         *next = if connection.wants_write() && !connection.flush()? {
             Next::Room
-        } else if waits {
+        } else if budget == 0 {
             match pump_replies(connection, &mut handler)? {
-                true => Next::OwnRead,
+                true => Next::Other,
                 false => Next::Input,
             }
         } else {
-            match pump(connection, session, &mut handler, BUDGET)? {
+            match pump(connection, session, &mut handler, budget)? {
                 Pumped::Idle => Next::Input,
                 Pumped::Full => Next::Room,
                 Pumped::Budget | Pumped::Later => Next::Now,
@@ -295,6 +293,7 @@ impl NtbServer {
         for port in Port::BOTH {
             while let Some(tag) = self.machine.hosts.side(port).commands.expire(now) {
                 let side = self.machine.hosts.side(port);
+                side.answers = false;
                 if let Some(held_back) = side.unanswered.allow() {
                     let name = &side.name;
                     log::warn!("{name}: the VMM did not answer a DMA command in time{held_back}");
@@ -318,10 +317,18 @@ impl NtbServer {
             offset: held.offset,
             data: &side.buffer,
         };
-        // Later requests may already be buffered.
-        client.next = Next::Now;
         if let Err(error) = client.connection.send(held.to, Ok(reply)) {
             self.drop_client(port, &error);
+        }
+    }
+
+    /// Serves a client again that has waited.
+    fn resume(&mut self, port: Port) {
+        if let Some(client) = &mut self.endpoints[port as usize].client
+            && client.next == Next::Other
+            && self.machine.hosts.budget(port) > 0
+        {
+            client.next = Next::Now;
         }
     }
 
@@ -369,7 +376,7 @@ impl Endpoint {
 impl Client {
     fn interest(&self) -> PollFlags {
         let mut flags = match self.next {
-            Next::Now | Next::OwnRead => PollFlags::empty(),
+            Next::Now | Next::Other => PollFlags::empty(),
             Next::Input => PollFlags::IN,
             Next::Room => PollFlags::OUT,
         };

@@ -15,8 +15,9 @@ use crate::model::{Port, Target};
 /// waits for the command is answered in time.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Most outstanding DMA commands to a VMM. Bounds memory.
-const MAX_COMMANDS: usize = 4096;
+/// Most outstanding DMA commands to a VMM. Linux's buffer of a UNIX socket has room for so many short messages: so a VMM that
+/// answers one while the server writes to it does not block, and with it the server, which does not read then.
+const MAX_COMMANDS: usize = 256;
 
 /// One VM.
 pub(crate) struct Side {
@@ -29,6 +30,8 @@ pub(crate) struct Side {
     pub(crate) memory: Memory,
     /// DMA commands to this VMM, for accesses by the peer.
     pub(crate) commands: DmaCommands<Tag>,
+    /// The last command that ended was answered.
+    pub(crate) answers: bool,
     /// A window read by this VMM that waits for the peer.
     pub(crate) held: Option<Held>,
     /// The VMM has unplugged the port and may keep the connection.
@@ -75,6 +78,7 @@ impl Side {
             vectors: Vectors::new(counts),
             memory: Memory::default(),
             commands: DmaCommands::new(COMMAND_TIMEOUT, MAX_COMMANDS),
+            answers: true,
             held: None,
             unplugged: false,
             unplugs: RateLimit::new(),

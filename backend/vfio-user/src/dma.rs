@@ -138,6 +138,12 @@ impl<T> DmaCommands<T> {
         self.start(Command::DmaWrite, address, count, data, tag)
     }
 
+    /// How many more commands may be outstanding.
+    pub fn room(&self) -> usize {
+        let outstanding = self.sent.len() + self.waiting.len();
+        self.most.saturating_sub(outstanding)
+    }
+
     /// Whether no command is outstanding.
     pub fn is_idle(&self) -> bool {
         self.sent.is_empty() && self.waiting.is_empty()
@@ -230,9 +236,8 @@ impl<T> DmaCommands<T> {
         data: &[u8],
         tag: T,
     ) -> Result<(), TooMany> {
-        let outstanding = self.sent.len() + self.waiting.len();
-        if outstanding >= self.most {
-            return Err(TooMany(outstanding));
+        if self.room() == 0 {
+            return Err(TooMany(self.most));
         }
         let due = Instant::now() + self.timeout;
         let access = Access {
