@@ -16,6 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::borrower::GuestMemory;
 use crate::driver::{Capabilities, Events, Flush, LinkState, NtbDriver, PeerCapabilities};
+use crate::export::Exports;
 use crate::platform::{BarOf, DomainOps, FunctionOps};
 use crate::{NtbError, PeerSpace};
 
@@ -50,6 +51,7 @@ struct Shared<F: FunctionOps> {
     window: Arc<BarOf<F>>,
     window_address: BusAddress,
     peer_space: PeerSpace,
+    exports: Exports<F>,
     guest_memory: GuestMemory,
     flush: Arc<dyn Flush>,
     event: IrqEventFd,
@@ -116,6 +118,7 @@ impl<F: FunctionOps> Adapter<F> {
                 window,
                 window_address,
                 peer_space,
+                exports: Exports::default(),
                 guest_memory: GuestMemory::default(),
                 flush: driver.flush(),
                 event,
@@ -156,6 +159,11 @@ impl<F: FunctionOps> Adapter<F> {
     /// Peer addresses for the memory that the peer host can access.
     pub fn peer_space(&self) -> &PeerSpace {
         &self.shared.peer_space
+    }
+
+    /// The BARs that the peer host can access.
+    pub(crate) fn exports(&self) -> &Exports<F> {
+        &self.shared.exports
     }
 
     /// The link status.

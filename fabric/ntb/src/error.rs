@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use farside_fabric::{FabricError, LimitError, Size};
+use farside_fabric::{FabricError, LimitError, PeerAddress, Size};
 use farside_pci::Bdf;
 use farside_vfio::VfioError;
 
@@ -97,6 +97,17 @@ pub enum NtbError {
         bytes: u64,
         alignment: u64,
         largest: u64,
+    },
+    /// No BAR of another device of the VM is there.
+    #[error(
+        "{bdf}: no other device of VM {vm} has a BAR with the {len:#x} bytes at peer address {exported}; borrow it from \
+         this lender first"
+    )]
+    NotExported {
+        bdf: Bdf,
+        vm: String,
+        exported: PeerAddress,
+        len: u64,
     },
     /// The adapter's resources are exhausted or too small.
     #[error(transparent)]

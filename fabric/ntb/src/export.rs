@@ -1,8 +1,10 @@
 //! BARs of a borrowed device, for the borrower's CPUs: mapped into the endpoint's domain, so that
-//! the peer's window can translate to them.
+//! the peer's window can translate to them. And for the other devices of its VM (peer to peer), which
+//! reach them without the NTB.
 
 use std::cmp::Reverse;
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farside_error_chain::Chain;
 use farside_fabric::{PAGE_SIZE, PeerAddress};
@@ -10,7 +12,7 @@ use farside_pci::SparseMmapArea;
 use serde::{Deserialize, Serialize};
 
 use crate::peer_space::{PeerRange, endpoint_iova};
-use crate::platform::{DomainOps, FunctionOps};
+use crate::platform::{BarOf, DomainOps, FunctionOps};
 use crate::{Adapter, NtbError};
 
 /// The peer addresses of a device's BARs: adjacent, so that one window of the borrower spans them
@@ -46,6 +48,47 @@ impl ExportedBars {
     }
 }
 
+/// The exported areas of all devices of an adapter, by peer address.
+pub(crate) struct Exports<F: FunctionOps>(Mutex<BTreeMap<PeerAddress, Area<F>>>);
+
+/// An exported area of a BAR.
+struct Area<F: FunctionOps> {
+    vm: String,
+    of: Arc<F>,
+    memory: Arc<BarOf<F>>,
+    /// Bytes.
+    len: u64,
+}
+
+impl<F: FunctionOps> Exports<F> {
+    /// The area with the `len` bytes at peer address `at`, of a device of `vm` other than `not`, and their offset in it.
+    pub(crate) fn find(
+        &self,
+        vm: &str,
+        not: &Arc<F>,
+        at: PeerAddress,
+        len: u64,
+    ) -> Option<(Arc<BarOf<F>>, u64)> {
+        let areas = self.lock();
+        let (start, area) = areas.range(..=at).next_back()?;
+        let offset = at.offset_from(*start)?;
+        let inside = offset.checked_add(len).is_some_and(|end| end <= area.len);
+        let allowed = inside && area.vm == vm && !Arc::ptr_eq(&area.of, not);
+        allowed.then(|| (Arc::clone(&area.memory), offset))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<PeerAddress, Area<F>>> {
+        // Changed by one insertion or removal.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<F: FunctionOps> Default for Exports<F> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
 /// Exported BARs; unmapped on drop.
 pub(crate) struct Export<F: FunctionOps> {
     adapter: Adapter<F>,
@@ -57,8 +100,8 @@ pub(crate) struct Export<F: FunctionOps> {
 }
 
 impl<F: FunctionOps> Export<F> {
-    /// Maps the areas of `device`'s BARs that can be mapped.
-    pub(crate) fn new(adapter: &Adapter<F>, device: &Arc<F>) -> Result<Self, NtbError> {
+    /// Maps the areas of the BARs of `device`, which `vm` has, that can be mapped.
+    pub(crate) fn new(adapter: &Adapter<F>, vm: &str, device: &Arc<F>) -> Result<Self, NtbError> {
         let description = device.description()?;
         let bars = (0u8..).zip(&description.bars).filter_map(|(bar, it)| {
             let it = it.as_ref().filter(|it| !it.mappable.is_empty())?;
@@ -89,6 +132,13 @@ impl<F: FunctionOps> Export<F> {
                 let domain = adapter.function().domain();
                 domain.map_bar(endpoint_iova(at), &memory, 0, area.len)?;
                 export.mapped.push((at, area.len));
+                let area = Area {
+                    vm: vm.to_owned(),
+                    of: Arc::clone(device),
+                    memory,
+                    len: area.len,
+                };
+                adapter.exports().lock().insert(at, area);
             }
         }
         Ok(export)
@@ -109,6 +159,7 @@ impl<F: FunctionOps> Export<F> {
     fn unmap(&mut self) -> Result<(), NtbError> {
         let domain = self.adapter.function().domain();
         while let Some(&(at, len)) = self.mapped.last() {
+            self.adapter.exports().lock().remove(&at);
             domain.unmap(endpoint_iova(at), len)?;
             self.mapped.pop();
         }

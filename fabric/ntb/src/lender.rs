@@ -24,11 +24,20 @@ use crate::{Adapter, NtbError};
 /// mappings.
 pub struct LenderNtb<F: FunctionOps = Function> {
     device: Arc<F>,
-    windows: RangeTable<Iova, LutRun<F>>,
+    vm: String,
+    windows: RangeTable<Iova, Window<F>>,
     export: Option<Export<F>>,
     flusher: Flusher,
     // Dropped last: releases the requester entry after all windows are closed.
     requester: RequesterEntry<F>,
+}
+
+/// What a window leads to.
+enum Window<F: FunctionOps> {
+    /// Memory of the peer host.
+    Peer(LutRun<F>),
+    /// The BAR of another device of the VM, on this host.
+    Bar,
 }
 
 impl<F: FunctionOps> Adapter<F> {
@@ -43,6 +52,7 @@ impl<F: FunctionOps> Adapter<F> {
         Ok(LenderNtb {
             requester: self.add_requester(name, vm, device.bdf().requester_id())?,
             device,
+            vm: vm.to_owned(),
             windows: RangeTable::default(),
             export: None,
             flusher: Flusher {
@@ -67,7 +77,7 @@ impl<F: FunctionOps> LenderNtb<F> {
     pub fn export_bars(&mut self) -> Result<&ExportedBars, NtbError> {
         let export = match self.export.take() {
             Some(export) => export,
-            None => Export::new(self.adapter(), &self.device)?,
+            None => Export::new(self.adapter(), &self.vm, &self.device)?,
         };
         Ok(self.export.insert(export).bars())
     }
@@ -86,6 +96,33 @@ impl<F: FunctionOps> LenderNtb<F> {
         }
     }
 
+    /// Lets the device reach, at `iova`, `len` bytes of the BAR of another device of the VM that the borrower reaches at
+    /// `exported` ([`LenderNtb::export_bars`]). Takes no LUT entry: the NTB is not on the way.
+    /// [`LenderPath::close_window`] undoes it.
+    ///
+    /// # Errors
+    /// [`NtbError::NotExported`]; [`FabricError::Overlap`]; what the IOMMU refuses. Nothing is mapped then.
+    pub fn reach_bar(
+        &mut self,
+        iova: Iova,
+        exported: PeerAddress,
+        len: u64,
+    ) -> Result<(), NtbError> {
+        let range = AddressRange::new(iova, len)?;
+        AddressRange::new(exported, len)?;
+        self.windows.check(range)?;
+        let exports = self.adapter().exports();
+        let found = exports.find(&self.vm, &self.device, exported, len);
+        let (bar, offset) = found.ok_or_else(|| NtbError::NotExported {
+            bdf: self.device.bdf(),
+            vm: self.vm.clone(),
+            exported,
+            len,
+        })?;
+        self.device.domain().map_bar(iova, &bar, offset, len)?;
+        Ok(self.windows.map(range, Window::Bar)?)
+    }
+
     /// Flushes device writes to the borrower's memory, ahead of messages sent from now on: call it
     /// before relaying an interrupt. No effect while no window is open.
     pub fn flush(&self) {
@@ -99,20 +136,21 @@ impl<F: FunctionOps> LenderNtb<F> {
 
     /// Closes the window at the front of `range`.
     fn close(&mut self, range: AddressRange<Iova>) -> Result<(), FabricError> {
-        // Unmap the window BAR first, then clear the LUT entries.
+        // Unmap the BAR first, then clear the LUT entries.
         self.device.domain().unmap(range.start(), range.len())?;
-        let runs = self.windows.unmap(range)?;
+        let closed = self.windows.unmap(range)?;
         self.aim_flusher();
-        drop(runs);
+        drop(closed);
         Ok(())
     }
 
     /// Lets the flusher read the first address of a window, which is guest RAM.
     fn aim_flusher(&self) {
-        let rows = self.windows.rows();
-        let at = rows
-            .first()
-            .map_or(Flusher::NOWHERE, |(_, run)| run.offset());
+        let mut runs = self.windows.rows().iter().filter_map(|(_, it)| match it {
+            Window::Peer(run) => Some(run),
+            Window::Bar => None,
+        });
+        let at = runs.next().map_or(Flusher::NOWHERE, LutRun::offset);
         self.flusher.at.store(at, Ordering::Relaxed);
     }
 
@@ -138,7 +176,7 @@ impl<F: FunctionOps> LenderPath for LenderNtb<F> {
         let (lut, offset) = (run.range(), run.offset());
         let window = self.adapter().window();
         self.device.domain().map_bar(iova, window, offset, len)?;
-        self.windows.map(range, run)?;
+        self.windows.map(range, Window::Peer(run))?;
         self.aim_flusher();
         Ok(WindowUse {
             bus,
@@ -173,12 +211,14 @@ impl<F: FunctionOps> LenderPath for LenderNtb<F> {
 
     fn usage(&self) -> Usage {
         let mut usage = Usage::default();
-        for (range, run) in self.windows.rows() {
-            let (from, to) = (range.start().get(), self.bus(run).get());
+        for (range, window) in self.windows.rows() {
             usage.windows += 1;
-            usage.lut_entries += run.range().entries;
             usage.window_bytes += range.len();
-            usage.lender_pages += PageCounts::of(from, to, range.len(), 1 << 30);
+            if let Window::Peer(run) = window {
+                let (from, to) = (range.start().get(), self.bus(run).get());
+                usage.lut_entries += run.range().entries;
+                usage.lender_pages += PageCounts::of(from, to, range.len(), 1 << 30);
+            }
         }
         usage
     }
@@ -198,8 +238,10 @@ impl<F: FunctionOps> Drop for LenderNtb<F> {
         }
         // Clear the entries that no other device uses, so that a window that could not be unmapped is not
         // translated.
-        for (_, run) in self.windows.clear() {
-            run.retire();
+        for (_, window) in self.windows.clear() {
+            if let Window::Peer(run) = window {
+                run.retire();
+            }
         }
     }
 }

@@ -204,6 +204,66 @@ fn requester_entries_are_counted() {
 }
 
 #[test]
+fn a_device_reaches_the_bars_of_its_vms_other_devices_without_the_ntb() {
+    let world = World::small();
+    let [_a, b] = world.start_both();
+    let areas = [(0, 0x2000), (0x3000, 0x1000)];
+    let target = ModelFunction::device(1, &[(2, 0x4000, &areas)]);
+    let others = ModelFunction::device(2, &[(0, 0x1000, &[(0, 0x1000)])]);
+    let device = ModelFunction::device(3, &[(0, 0x1000, &[(0, 0x1000)])]);
+    let mut target_path = b.attach("target", "vm", target.clone()).unwrap();
+    let mut others_path = b.attach("others", "other", others).unwrap();
+    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
+    let at = target_path.export_bars().unwrap().peer_address_of(2);
+    let at = at.unwrap();
+    let others_bar = others_path.export_bars().unwrap().peer_address;
+    let own_bar = path.export_bars().unwrap().peer_address;
+    path.set_bus_master(true).unwrap();
+
+    path.reach_bar(Iova::new(HIGH), at.wrapping_add(0x1000), 0x1000)
+        .unwrap();
+    device.dma_write(HIGH + 0x10, &7u32.to_le_bytes()).unwrap();
+    assert_eq!(target.register(2, 0x1010), 7);
+    assert_eq!((path.usage().windows, path.usage().lut_entries), (1, 0));
+    assert_eq!(b.usage().lut_entries, 0);
+    // The NTB is not on the way, so there is nothing to read through it.
+    path.flush();
+
+    let free = Iova::new(0);
+    for (exported, len) in [
+        (own_bar, 0x1000),
+        (others_bar, 0x1000),
+        (at, 0x3000),
+        (at.wrapping_add(0x2000), 0x1000),
+        (at.wrapping_add(0x4000), 0x1000),
+        (PeerAddress::new(0), 0x1000),
+    ] {
+        let error = path.reach_bar(free, exported, len).unwrap_err();
+        assert!(matches!(error, NtbError::NotExported { .. }), "{error}");
+    }
+    for (iova, exported, len) in [
+        (HIGH, at, 0x1000),
+        (0, at, 0),
+        (0, at, 0x800),
+        (0, at.wrapping_add(0x800), 0x1000),
+        (0x1000, at, u64::MAX - 0xfff),
+        (0x1000, at, u64::MAX - 0x1fff),
+    ] {
+        let error = path.reach_bar(Iova::new(iova), exported, len).unwrap_err();
+        assert!(matches!(error, NtbError::Fabric(_)), "{error}");
+    }
+
+    path.close_window(Iova::new(HIGH)).unwrap();
+    assert_eq!(device.dma_write(HIGH, b"late"), None);
+    path.reach_bar(free, at, 0x2000).unwrap();
+    path.close_all().unwrap();
+    assert!(device.table().ranges().is_empty());
+    target_path.unexport_bars().unwrap();
+    let error = path.reach_bar(free, at, 0x1000).unwrap_err();
+    assert!(matches!(error, NtbError::NotExported { .. }), "{error}");
+}
+
+#[test]
 fn a_refused_window_takes_nothing() {
     let world = World::small();
     let [_a, b] = world.start_both();
