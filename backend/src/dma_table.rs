@@ -11,7 +11,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use farside_fabric::MemoryRange;
+use farside_fabric::{MemoryRange, PeerAddress};
 use farside_guest_layout::{
     Gpa, GpaRange, HIGH_MEMORY, MemoryMap, PAGE_SIZE, RangeSet, Resolution,
 };
@@ -53,12 +53,14 @@ pub(crate) enum Target {
     Ram(Backing),
     /// The BAR of a device of the VM, whose memory [this backend has](crate::peer_bars).
     Bar(Backing),
+    /// The BAR of a function that the same lender has, and that this host reaches through an NTB, at that peer address.
+    LendersBar(PeerAddress),
 }
 
 impl Target {
     pub(crate) fn backing(&self) -> Option<&Backing> {
         match self {
-            Self::Private => None,
+            Self::Private | Self::LendersBar(_) => None,
             Self::Ram(backing) | Self::Bar(backing) => Some(backing),
         }
     }
@@ -80,7 +82,7 @@ impl Mapping {
 
     /// Whether it is a BAR that a device can reach.
     pub(crate) fn is_bar(&self) -> bool {
-        matches!(self.target, Target::Bar(_))
+        matches!(self.target, Target::Bar(_) | Target::LendersBar(_))
     }
 
     /// The memory that a device can reach, if any.
@@ -219,7 +221,7 @@ impl DmaTable {
             return Err(DmaError::TooMany);
         }
         match &mut target {
-            Target::Private => {}
+            Target::Private | Target::LendersBar(_) => {}
             Target::Ram(backing) => {
                 let key = check_file(start, len, backing)?;
                 backing.file = self.one_of(key, &backing.file)?;

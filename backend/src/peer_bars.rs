@@ -13,9 +13,12 @@ use std::{
 
 use farside_daemon::DeviceId;
 use farside_guest_layout::GpaRange;
-use farside_lender_protocol::Address;
+use farside_lender_protocol::{Address, Transport};
 
-use crate::{borrow::bars::BarFile, dma_table::Backing};
+use crate::{
+    borrow::bars::BarFile,
+    dma_table::{Backing, Target},
+};
 
 /// The memory of one BAR, at the address that the guest has given it.
 #[derive(Clone, Debug)]
@@ -24,6 +27,40 @@ pub(crate) struct PeerBar {
     pub(crate) memory: BarFile,
     /// The lender that has the memory; none if this backend allocated it.
     pub(crate) lender: Option<Address>,
+}
+
+/// The device that would reach a BAR.
+pub(crate) struct Reaching<'a> {
+    pub(crate) device: &'a DeviceId,
+    pub(crate) lender: &'a Address,
+    pub(crate) transport: Transport,
+}
+
+impl PeerBar {
+    /// What `by` reaches at `skip` bytes from the BAR's beginning, if anything.
+    ///
+    /// The descriptor of a function gives more than the BAR: only the function's own lender gets it. A function beyond an NTB
+    /// is reached by the devices beyond it, at their lender: a controller here would wait for a round trip for each word that
+    /// it reads.
+    fn target(&self, skip: u64, by: &Reaching<'_>) -> Option<Target> {
+        if self
+            .lender
+            .as_ref()
+            .is_some_and(|lender| lender != by.lender)
+        {
+            return None;
+        }
+        match (self.memory.exported, by.transport) {
+            (None, _) => Some(Target::Bar(Backing {
+                file: Arc::new(self.memory.file.try_clone().ok()?.into()),
+                offset: self.memory.offset + skip,
+            })),
+            (Some(exported), Transport::Ntb) => {
+                Some(Target::LendersBar(exported.checked_add(skip)?))
+            }
+            (Some(_), _) => None,
+        }
+    }
 }
 
 /// The BARs of one VM. Clones share them.
@@ -39,29 +76,15 @@ impl PeerBars {
         };
     }
 
-    /// The device other than `not` whose BAR `range` is, or is a part of, and the memory behind `range`, by a descriptor of
-    /// its own: the next backend claims one for each device. `None` if there is no descriptor left, too.
-    ///
-    /// The descriptor of a function gives more than the BAR. Only the device's own lender, which `by` has to be, gets it.
-    pub(crate) fn find(
-        &self,
-        range: GpaRange,
-        not: &DeviceId,
-        by: &Address,
-    ) -> Option<(DeviceId, Backing)> {
+    /// The device other than `by` whose BAR `range` is, or is a part of, and what `by` reaches there: memory by a descriptor of
+    /// its own, as the next backend claims one for each device. `None` if there is no descriptor left, too.
+    pub(crate) fn find(&self, range: GpaRange, by: &Reaching<'_>) -> Option<(DeviceId, Target)> {
         let listed = self.lock();
-        let others = listed.iter().filter(|(device, _)| *device != not);
+        let others = listed.iter().filter(|(device, _)| *device != by.device);
         let mut all = others.flat_map(|(device, bars)| bars.iter().map(move |bar| (device, bar)));
         let (device, bar) = all.find(|(_, bar)| bar.range.covers(range))?;
-        if bar.lender.as_ref().is_some_and(|lender| lender != by) {
-            return None;
-        }
         let skip = range.start().offset_from(bar.range.start())?;
-        let memory = Backing {
-            file: Arc::new(bar.memory.file.try_clone().ok()?.into()),
-            offset: bar.memory.offset + skip,
-        };
-        Some((device.clone(), memory))
+        Some((device.clone(), bar.target(skip, by)?))
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<DeviceId, Vec<PeerBar>>> {
@@ -74,7 +97,7 @@ impl PeerBars {
 mod tests {
     use std::os::unix::fs::MetadataExt;
 
-    use farside_fabric::memory::create_sealed;
+    use farside_fabric::{PeerAddress, memory::create_sealed};
     use farside_guest_layout::Gpa;
 
     use super::*;
@@ -96,14 +119,25 @@ mod tests {
             memory: BarFile {
                 file: Arc::clone(&file),
                 offset: 0x1000,
-                is_here: true,
+                exported: None,
             },
             lender: None,
         };
         let lender: Address = "/run/lender.sock".parse().unwrap();
         let bars = PeerBars::default();
+        let reaches = |id: &str, start, len, transport| {
+            let by = Reaching {
+                device: &device(id),
+                lender: &lender,
+                transport,
+            };
+            bars.find(range(start, len), &by)
+        };
         let found = |start, len| {
-            let (device, memory) = bars.find(range(start, len), &device("c"), &lender)?;
+            let (device, target) = reaches("c", start, len, Transport::SharedMemory)?;
+            let Target::Bar(memory) = target else {
+                panic!("{target:?}");
+            };
             assert_eq!(memory.file.metadata().unwrap().ino(), inode);
             Some((device.to_string(), memory.offset))
         };
@@ -119,10 +153,8 @@ mod tests {
         ] {
             assert_eq!(found(start, len), None, "{start:#x}+{len:#x}");
         }
-        assert!(
-            bars.find(range(0x10_0000, 0x4000), &device("a"), &lender)
-                .is_none()
-        );
+        let own = reaches("a", 0x10_0000, 0x4000, Transport::SharedMemory);
+        assert!(own.is_none(), "{own:?}");
         // Moved, then off.
         bars.list(&device("a"), vec![bar(0x40_0000)]);
         assert_eq!(found(0x10_0000, 0x4000), None);
@@ -139,5 +171,25 @@ mod tests {
         assert_eq!(found(0x50_0000, 0x4000), None);
         bars.list(&device("a"), vec![owned("/run/lender.sock")]);
         assert_eq!(found(0x50_0000, 0x4000), Some(("a".to_owned(), 0x1000)));
+        // Beyond an NTB: for devices of the same lender that are there, too.
+        let exported = |lender: &str| {
+            let mut bar = owned(lender);
+            bar.memory.exported = Some(PeerAddress::new(0x700_0000));
+            bar
+        };
+        let reached = |transport| Some(reaches("c", 0x50_1000, 0x1000, transport)?.1);
+        for (of, is_its_own) in [("/run/lender.sock", true), ("/run/other.sock", false)] {
+            bars.list(&device("a"), vec![exported(of)]);
+            let at_lender = match reached(Transport::Ntb) {
+                Some(Target::LendersBar(at)) => Some(at.get()),
+                None => None,
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(at_lender, is_its_own.then_some(0x700_1000));
+            for transport in [Transport::Network, Transport::SharedMemory] {
+                let others = reached(transport);
+                assert!(others.is_none(), "{others:?}");
+            }
+        }
     }
 }

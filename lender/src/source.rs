@@ -11,7 +11,7 @@ use std::{
 
 use farside_daemon::VmName;
 use farside_fabric::{
-    FaultLog, FaultSummary, LenderPath, MemoryRange, PeerAddress, Usage, memory::SharedMemory,
+    FaultLog, FaultSummary, Iova, LenderPath, MemoryRange, PeerAddress, Usage, memory::SharedMemory,
 };
 use farside_irq_relay::{Relay, VectorCount};
 use farside_lender_protocol::{
@@ -21,7 +21,7 @@ use farside_lender_protocol::{
 use farside_pci::Piece;
 use serde::{Deserialize, Serialize};
 
-use crate::{registry::GrantedChain, state_file::StateFile};
+use crate::{refusals::invalid, registry::GrantedChain, state_file::StateFile};
 
 /// Vectors of a function: 2048 of MSI-X, the most of any kind (PCIe 7.7.2), and INTx.
 const MAX_VECTORS: usize = 2049;
@@ -163,6 +163,19 @@ pub(crate) trait LeasedDevice: Send {
     /// The device's IOMMU domain and windows. [`LeasedDevice::quiesce`] before
     /// a window is closed.
     fn path(&mut self) -> &mut dyn LenderPath;
+
+    /// See [`farside_lender_protocol::Request::ReachBar`]. A device of this host gets the BAR's descriptor from its borrower
+    /// instead.
+    fn reach_bar(
+        &mut self,
+        _iova: Iova,
+        exported: PeerAddress,
+        _len: u64,
+    ) -> Result<(), RemoteError> {
+        Err(invalid(format!(
+            "no BAR is reached at peer address {exported}: the device's borrower is not across an NTB"
+        )))
+    }
 
     /// See [`farside_lender_protocol::Request::MapPeer`]. `memory` is `range`, mapped into this process.
     fn map_peer(

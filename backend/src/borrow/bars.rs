@@ -13,8 +13,8 @@ pub(crate) struct BarFile {
     pub(crate) file: Arc<OwnedFd>,
     /// Offset of the BAR in the file, in bytes.
     pub(crate) offset: u64,
-    /// Whether the file has the BAR itself, and not a window of this host's NTB onto it.
-    pub(crate) is_here: bool,
+    /// The BAR's peer address, if the file is a window of this host's NTB onto it.
+    pub(crate) exported: Option<PeerAddress>,
 }
 
 /// The memory to map for each BAR with sparse mmap areas.
@@ -54,7 +54,7 @@ impl LeasedBars {
             BarMemory::File { offset } => Some(BarFile {
                 file: Arc::new(sent.next()?),
                 offset: *offset,
-                is_here: true,
+                exported: None,
             }),
             BarMemory::Peer { address } => through.as_ref()?.file(*address),
             BarMemory::Borrowers | BarMemory::Trapped => None,
@@ -91,7 +91,7 @@ impl Through {
         Some(BarFile {
             file: Arc::clone(&self.file),
             offset: self.file_offset + self.window.offset() + skip,
-            is_here: false,
+            exported: Some(address),
         })
     }
 }

@@ -5,7 +5,10 @@ mod bars;
 mod reopen;
 mod report;
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use farside_fabric::{
     Iova, MemoryRange, PeerAddress,
@@ -21,7 +24,7 @@ use super::{
     peer_mapper::PeerMapper,
     vm_memory::{PeerWindows, SharedPins, VmMemory},
 };
-use crate::dma_table::{LOW_MEMORY, Mapping};
+use crate::dma_table::{LOW_MEMORY, Mapping, Target};
 
 /// The memory behind an open path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -100,6 +103,8 @@ pub(crate) struct OpenPath {
     segments: BTreeMap<Gpa, Segment>,
     page_pins: PagePins,
     windows: Vec<Window>,
+    /// First addresses of the BARs that the device reaches at its lender, without a window of the NTB.
+    lenders_bars: BTreeSet<Gpa>,
     /// Sizes of the mappings that could not be added, by first address.
     unreachable: BTreeMap<Gpa, u64>,
     /// The part of a mapping that [`OpenPath::map`] has set up so far.
@@ -228,6 +233,12 @@ impl OpenPath {
         pinning: &PinOptions<'_>,
     ) -> Result<(), PathError> {
         self.adding = Adding::default();
+        if let Target::LendersBar(exported) = mapping.target {
+            let iova = window_iova(mapping.range.start());
+            client.reach_bar(iova, exported, mapping.range.len())?;
+            self.lenders_bars.insert(mapping.range.start());
+            return Ok(());
+        }
         let paged = !mapping.is_bar() && self.is_page(mapping.range);
         if mapping.is_ram() || mapping.is_bar() {
             while let Some(&gap) = self.without_window(mapping.range).first() {
@@ -368,6 +379,10 @@ impl OpenPath {
     ) -> Result<(), PathError> {
         let start = mapping.range.start();
         self.unreachable.remove(&start);
+        if self.lenders_bars.contains(&start) {
+            client.close_window(window_iova(start))?;
+            self.lenders_bars.remove(&start);
+        }
         let Some(segment) = self.segments.get(&start) else {
             return Ok(());
         };

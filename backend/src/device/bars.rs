@@ -95,7 +95,7 @@ impl Bars {
                         None => farside_fabric::memory::create_sealed("farside-bar", bar.size)?,
                     }),
                     offset: 0,
-                    is_here: true,
+                    exported: None,
                 }),
             };
             let areas = bar.mappable.iter().map(|area| SparseArea {
@@ -177,11 +177,10 @@ impl Bars {
         self.owner == BarOwner::Lender && matches!(bar, Some(Some(Bar { memory: None, .. })))
     }
 
-    /// The memory of a BAR that other devices can reach by its file, and its areas.
+    /// The memory of a BAR that a client can map, and its areas.
     pub(crate) fn reachable(&self, bar: u8) -> Option<(&BarFile, &[SparseArea])> {
         let bar = self.bars.get(usize::from(bar))?.as_ref()?;
-        let memory = bar.memory.as_ref()?;
-        memory.is_here.then_some((memory, &bar.areas))
+        Some((bar.memory.as_ref()?, &bar.areas))
     }
 
     /// The memory behind a part of an area of a BAR whose memory was allocated here. An access that traps is served from

@@ -9,7 +9,11 @@ use farside_pci::BarKind;
 use farside_vfio_user::SparseArea;
 
 use super::Device;
-use crate::{borrow::bars::BarFile, dma_table::Target, peer_bars::PeerBar};
+use crate::{
+    borrow::{bars::BarFile, worker::Settings},
+    dma_table::Target,
+    peer_bars::{PeerBar, Reaching},
+};
 
 impl Device {
     /// Lists the BARs where the guest has them, after those of `moved` have moved, or their decoding has.
@@ -70,7 +74,10 @@ impl Device {
                 memory: BarFile {
                     file: Arc::clone(&memory.file),
                     offset: memory.offset + area.offset,
-                    is_here: true,
+                    exported: match memory.exported {
+                        Some(bar) => Some(bar.checked_add(area.offset)?),
+                        None => None,
+                    },
                 },
                 lender: lender.clone(),
             })
@@ -84,14 +91,21 @@ impl Device {
     pub(super) fn target_without_descriptor(&mut self, start: Gpa, len: u64) -> Target {
         let range = GpaRange::new(start, len).ok();
         let found = range.and_then(|range| {
-            let found = self.settings.peer_bars.find(
-                range,
-                &self.settings.device,
-                &self.settings.lender,
-            )?;
+            let Settings {
+                device,
+                lender,
+                transport,
+                ..
+            } = &self.settings;
+            let by = Reaching {
+                device,
+                lender,
+                transport: *transport,
+            };
+            let found = self.settings.peer_bars.find(range, &by)?;
             self.memory.has_low_ram().then_some((range, found))
         });
-        let Some((range, (peer, memory))) = found else {
+        let Some((range, (peer, target))) = found else {
             return Target::Private;
         };
         if let Some(held_back) = self.line_limits.peer_bars.allow() {
@@ -100,6 +114,6 @@ impl Device {
                 self.name()
             );
         }
-        Target::Bar(memory)
+        target
     }
 }

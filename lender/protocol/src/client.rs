@@ -477,6 +477,23 @@ impl Client {
         }
     }
 
+    /// See [`Request::ReachBar`].
+    pub fn reach_bar(
+        &mut self,
+        iova: Iova,
+        exported: PeerAddress,
+        len: u64,
+    ) -> Result<(), CallError> {
+        self.done(
+            Request::ReachBar {
+                iova,
+                exported,
+                len,
+            },
+            &[],
+        )
+    }
+
     /// See [`Request::CloseWindow`].
     pub fn close_window(&mut self, iova: Iova) -> Result<(), CallError> {
         self.done(Request::CloseWindow { iova }, &[])

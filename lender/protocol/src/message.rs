@@ -134,6 +134,16 @@ pub enum Request {
         /// Bytes.
         len: u64,
     },
+    /// Maps the BAR of another device of the VM, which the borrower reaches at [`BarMemory::Peer`], at `iova` in the device's
+    /// domain. Of devices across an NTB. [`Request::CloseWindow`] undoes it.
+    ReachBar {
+        /// IOVA of the first byte.
+        iova: Iova,
+        /// The borrower's peer address of the first byte.
+        exported: PeerAddress,
+        /// Bytes.
+        len: u64,
+    },
     /// Closes the window that starts at `iova`.
     CloseWindow {
         /// IOVA of its first byte.

@@ -549,6 +549,11 @@ impl<'a> LeaseLoop<'a> {
                 let lut_entries = window.map_err(refused)?.lut_entries;
                 return Ok(Reply::Window { lut_entries });
             }
+            Request::ReachBar {
+                iova,
+                exported,
+                len,
+            } => device.reach_bar(iova, exported, len)?,
             Request::CloseWindow { iova } => {
                 let quiesced = device.quiesce(DRAIN_TIMEOUT);
                 let closed =

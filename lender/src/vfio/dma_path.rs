@@ -33,6 +33,17 @@ impl DmaPath {
         }
     }
 
+    /// The path of a borrower across an NTB.
+    pub(super) fn across(&mut self) -> Result<&mut LenderNtb, RemoteError> {
+        match self {
+            Self::Local(_) => Err(invalid(
+                "a borrower on this host maps the BARs of other devices by their descriptors"
+                    .into(),
+            )),
+            Self::Ntb(path) => Ok(path),
+        }
+    }
+
     /// How many LUT entries the NTB has, if the borrower is across one.
     pub(super) fn lut_entries(&self) -> Option<u32> {
         match self {

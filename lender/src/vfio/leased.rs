@@ -8,7 +8,7 @@ use std::{
 
 use farside_daemon::{DeviceId, VmName, Wakeup};
 use farside_error_chain::Chain;
-use farside_fabric::{LenderPath, MemoryRange, PeerAddress, memory::SharedMemory};
+use farside_fabric::{Iova, LenderPath, MemoryRange, PeerAddress, memory::SharedMemory};
 use farside_lender_protocol::{BarMemory, Described, LimitUse, RemoteError, Resource};
 use farside_ntb::Adapter;
 use farside_pci::Piece;
@@ -209,6 +209,18 @@ impl LeasedDevice for LeasedFunction {
 
     fn path(&mut self) -> &mut dyn LenderPath {
         self.path.lender()
+    }
+
+    fn reach_bar(
+        &mut self,
+        iova: Iova,
+        exported: PeerAddress,
+        len: u64,
+    ) -> Result<(), RemoteError> {
+        self.path
+            .across()?
+            .reach_bar(iova, exported, len)
+            .map_err(|error| refused(error.into()))
     }
 
     fn map_peer(

@@ -61,6 +61,13 @@ fn mappings_that_make_no_sense_are_refused() {
         let error = peer.call(request, &[ram]).expect_err(&what);
         assert_eq!(error.kind, ErrorKind::Invalid, "{what}: {error}");
     }
+    let no_ntb = Request::ReachBar {
+        iova: Iova::new(0),
+        exported: PeerAddress::new(FAR),
+        len: 4096,
+    };
+    let kind = peer.refused(no_ntb, &[], &["not across an NTB"]);
+    assert_eq!(kind, ErrorKind::Invalid);
     let kind = peer.refused(map_peer(0, 4096, 0), &[], &["without a descriptor"]);
     assert_eq!(kind, ErrorKind::Invalid);
     let (pipe, _other) = rustix::pipe::pipe().unwrap();

@@ -15,7 +15,7 @@ impl OpenPath {
         OpenReport {
             bytes_pinned: pins().map(|pins| pins.bytes_pinned).sum(),
             bytes_locked: pins().map(|pins| pins.bytes_locked).sum(),
-            dma_windows: self.windows.len() as u32,
+            dma_windows: (self.windows.len() + self.lenders_bars.len()) as u32,
             lut_entries: self.windows.iter().map(|window| window.lut_entries).sum(),
             bytes_unreachable: self.unreachable.values().sum(),
         }
