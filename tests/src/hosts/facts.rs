@@ -190,6 +190,23 @@ pub struct PeerFacts {
     pub buffer_bytes_of_none: u64,
 }
 
+/// Facts about two functions and a model of two lenders at another host, of which each reaches the memory of another one.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct NtbPeerFacts {
+    /// Transfers without an error.
+    pub transfers: BTreeSet<(&'static str, &'static str)>,
+    /// To and from the function's buffer, after the guest reset that.
+    pub transfers_after_reset: BTreeSet<(&'static str, &'static str)>,
+    /// DMA that the devices were refused.
+    pub faults: u64,
+    /// Bytes of the function's buffer.
+    pub buffer_bytes: u64,
+    /// Bytes of it mapped for the other function, at the guest's address of it, by the lending host's kernel.
+    pub buffer_bytes_mapped: u64,
+    /// The same when the guest has released the other function.
+    pub buffer_bytes_of_none: u64,
+}
+
 /// Facts about two virtual functions, each lent to a guest.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct VfFacts {
@@ -467,6 +484,32 @@ impl PeerFacts {
                 self.buffer_bytes_of_none == 0
                     && self.bytes_of_none.len() == 3
                     && self.bytes_of_none.values().all(|&bytes| bytes == 0),
+            ),
+        ]
+    }
+}
+
+impl NtbPeerFacts {
+    /// The conditions to hold, and whether they do.
+    pub fn checks(&self) -> Vec<(String, bool)> {
+        let check = |what: &str, holds| (what.to_owned(), holds);
+        vec![
+            check(
+                "each disk transferred data to and from another one's buffer",
+                self.transfers.len() == 3,
+            ),
+            check(
+                "and when the function with the buffer had been reset",
+                self.transfers_after_reset.len() == 1,
+            ),
+            check("no DMA was refused", self.faults == 0),
+            check(
+                "the buffer was mapped for the other function",
+                self.buffer_bytes > 0 && self.buffer_bytes_mapped == self.buffer_bytes,
+            ),
+            check(
+                "and no more when the guest had released that",
+                self.buffer_bytes_of_none == 0,
             ),
         ]
     }

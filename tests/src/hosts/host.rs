@@ -60,6 +60,13 @@ impl Host {
         self.start_lender(&format!("lend {args}"))
     }
 
+    /// Starts a second `farside lend`, and waits until it listens.
+    pub(super) fn lend_another(&self, args: &str) -> Result<Service<'_>> {
+        let socket = format!("{RUNTIME}/another.sock");
+        let args = format!("lend --socket {socket} {args}");
+        self.start("another-lender", &args, &socket)
+    }
+
     /// Starts `farside serve` for `vm`, and waits until it serves `device`.
     pub(super) fn serve(&self, vm: &str, device: &str, args: &str) -> Result<Service<'_>> {
         // An emulated host under load pins memory slowly.

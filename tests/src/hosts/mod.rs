@@ -10,6 +10,7 @@
 //!   between them;
 //! - [`grouped`]: lender and borrower are one host, and two functions of one IOMMU group are lent to one VM;
 //! - [`peers`]: lender and borrower are one host, and the devices of one VM reach each other's BARs;
+//! - [`peers_through_ntb`]: the same, with two lenders at another host;
 //! - [`plugged`]: lender and borrower are one host, and the device is attached to a running guest;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
@@ -39,8 +40,8 @@ mod with_programs;
 
 pub use cloud_hypervisor::{CloudHypervisorFacts, cloud_hypervisor};
 pub use facts::{
-    Facts, GroupFacts, NetworkFacts, NtbMoves, NtbPlugFacts, PeerFacts, PlugFacts, SharingFacts,
-    VfFacts,
+    Facts, GroupFacts, NetworkFacts, NtbMoves, NtbPeerFacts, NtbPlugFacts, PeerFacts, PlugFacts,
+    SharingFacts, VfFacts,
 };
 pub use iommufd::{IommufdFacts, iommufd};
 pub use programs::{Programs, stripped};
@@ -109,6 +110,11 @@ pub fn grouped(set: &Set<'_>) -> Result<GroupFacts> {
 /// The devices of one VM reach each other's BARs. With modules, through VFIO's newer interface.
 pub fn peers(set: &Set<'_>, iommufd: Option<&IommufdModules>) -> Result<PeerFacts> {
     peers::peers(set, iommufd)
+}
+
+/// The same with devices of two lenders at another host, through an NTB and over a network.
+pub fn peers_through_ntb(set: &Set<'_>) -> Result<NtbPeerFacts> {
+    peers::peers_through_ntb(set)
 }
 
 /// An image of one host, shared by guests of two others over the network, of which one is cut off and fenced.

@@ -182,7 +182,7 @@ fn guest_uses_drive(
     let started = Instant::now();
     let sums = write_and_read(&guest)?;
     facts.nested_io_s = seconds(started.elapsed());
-    let near = controller(a)?;
+    let near = controller(a, VM, DEVICE)?;
     let far = b.status()?.0;
     let far = far
         .lent(DEVICE)
@@ -217,7 +217,7 @@ fn rogue(set: &Set<'_>, a: &Host, facts: &mut NetworkFacts) -> Result<()> {
     // High RAM that was just unmapped.
     vmm.step("unmap high")?;
     vmm.step("rogue 0x100000000")?;
-    facts.rogue_dma_refused = controller(a)?.faults.total;
+    facts.rogue_dma_refused = controller(a, VM, DEVICE)?.faults.total;
     vmm.step("unbind")?;
     let report = vmm.quit()?;
     facts.rogue_bytes_written = report["rogue_bytes_written"]
@@ -226,10 +226,10 @@ fn rogue(set: &Set<'_>, a: &Host, facts: &mut NetworkFacts) -> Result<()> {
     Ok(())
 }
 
-/// The controller's status, at the borrower.
-fn controller(a: &Host) -> Result<DeviceStatus> {
+/// The status of a controller, at the borrower.
+pub(super) fn controller(a: &Host, vm: &str, device: &str) -> Result<DeviceStatus> {
     let status = a.status()?.0;
-    let device = status.backend(VM).and_then(|it| it.device(DEVICE));
+    let device = status.backend(vm).and_then(|it| it.device(device));
     let controller = device.and_then(|device| device.controller.clone());
     controller.context("no controller in the backend's status")
 }

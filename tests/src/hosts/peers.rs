@@ -1,13 +1,15 @@
-//! Two functions and a model, of which each reaches the memory of another one's BAR.
+//! Two functions and a model, of which each reaches the memory of another one's BAR: of one host, or of two lenders at another
+//! one, through an NTB and over a network.
 
 use anyhow::{Context, Result, ensure};
 use farside_testbed::{IommufdModules, Nested, kernel_view::LiveMappings};
 
 use super::{
     Set,
-    facts::PeerFacts,
+    facts::{NtbPeerFacts, PeerFacts},
     host::{Host, socket},
-    play::{KILL_WORKERS, LONG, VM, kill_backend},
+    network::controller,
+    play::{KILL_WORKERS, LONG, NTB, VM, kill_backend},
     sharing::unbind,
     stage, start_with_fio,
 };
@@ -23,6 +25,20 @@ const BUFFER_BAR: usize = 2;
 /// Bytes of each buffer.
 const BUFFER: u64 = 16 * MIB;
 const GUEST_RAM: u64 = 384 * MIB;
+/// Of a guest whose RAM each device may have windows of its own onto, as the firmware remaps it: twice 128 of the NTB's 512 LUT
+/// entries.
+const NTB_GUEST_RAM: u64 = 256 * MIB;
+
+/// Bytes of each transfer.
+const TRANSFER: u64 = MIB;
+/// The same beyond an NTB, where the guest's CPU waits for a round trip for each word that it checks.
+const NTB_TRANSFER: u64 = 256 << 10;
+
+/// Loads the NVMe driver.
+const DRIVER: &str = "modprobe nvme";
+/// The same with queues in RAM: Linux has submission queues in a controller memory buffer, and their doorbells in RAM, which the NTB
+/// model does not keep in order (`docs/ntb-model.md`).
+const NTB_DRIVER: &str = "modprobe nvme use_cmb_sqes=0";
 
 /// The disk, and the one whose buffer has the data of its I/O.
 const TRANSFERS: [(&str, &str); 4] = [
@@ -32,10 +48,15 @@ const TRANSFERS: [(&str, &str); 4] = [
     ("first", "model"),
 ];
 
+/// Of those, the ones across an NTB: the model, which is here, does not reach the function's buffer beyond it.
+const NTB_TRANSFERS: [(&str, &str); 3] =
+    [("second", "first"), ("second", "model"), ("first", "model")];
+
 /// Linux allows peer to peer between functions below AMD's host bridges since Zen (family 17h).
 const ZEN: &str = "max,la57=off,erms=off,fsrm=off,family=25";
 
-pub(super) fn peers(set: &Set<'_>, iommufd: Option<&IommufdModules>) -> Result<PeerFacts> {
+/// QEMU's options for the functions.
+fn functions(set: &Set<'_>) -> Result<Vec<String>> {
     let mut args = Vec::new();
     for (name, more) in [("first", ",addr=4,cmb_size_mb=16"), ("second", ",addr=5")] {
         let image = stage::image(set, &format!("{name}.img"))?;
@@ -46,6 +67,11 @@ pub(super) fn peers(set: &Set<'_>, iommufd: Option<&IommufdModules>) -> Result<P
             format!("nvme,drive={name},serial={name}{more}"),
         ]);
     }
+    Ok(args)
+}
+
+pub(super) fn peers(set: &Set<'_>, iommufd: Option<&IommufdModules>) -> Result<PeerFacts> {
+    let args = functions(set)?;
     let mut facts = PeerFacts::default();
     (set.tell)("booting the host");
     let mut host = set.testbed.host_vm("host");
@@ -66,29 +92,15 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
         "--name rack1 --vfio first={first} --vfio second={second} --nvme model=/tmp/model.img,cmb=16M"
     ))?;
     let backend = host.serve(VM, "first", "--device second --device model --keeper")?;
-    let buffer = host.bar(first, BUFFER_BAR)?;
-    ensure!(buffer.end - buffer.start == BUFFER, "{buffer:?}");
-    host.trace_iommu()?;
-    // The kernel's, of all domains together, where the buffer is concerned.
-    let buffer_mapped = || {
-        let mapped = LiveMappings::after(&host.iommu_trace()?);
-        let of_buffer = mapped.iter().filter(|it| buffer.contains(&it.paddr));
-        anyhow::Ok(of_buffer.map(|it| it.len).sum::<u64>())
-    };
+    let buffer_mapped = buffer_mapped(host, GUEST_RAM)?;
     // The lender's, of each device.
     let mapped = || {
         let bytes = DISKS.map(|disk| Ok((disk, host.lent(disk)?.bytes_mapped)));
         bytes.into_iter().collect::<Result<_>>()
     };
-    (set.tell)("starting a guest with two functions and a model");
-    let devices = DISKS.map(|disk| socket(VM, disk));
-    let guest = host.guest(VM).memory(GUEST_RAM).args(["-cpu", ZEN]);
-    let guest = devices
-        .iter()
-        .fold(guest, |guest, socket| guest.vfio_user(socket));
-    let guest = start_with_fio(host, guest)?;
-    guest.exec_ok("modprobe nvme", LONG)?;
-    let disks = Disks::find(&guest)?;
+    let guest = guest_with_all(set, host, GUEST_RAM)?;
+    guest.exec_ok(DRIVER, LONG)?;
+    let disks = Disks::find(&guest, TRANSFER)?;
     let ram = shared_ram(guest.qmp())?;
     facts.guest_ram_bytes = ram.iter().map(|(_, len)| len).sum();
     facts.buffer_bytes = BUFFER;
@@ -108,11 +120,7 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
     facts.buffer_bytes_after_kills = buffer_mapped()?;
     facts.bytes_after_kills = mapped()?;
     (set.tell)("the guest resets the function with the buffer");
-    let reset = format!(
-        "echo 1 >/sys/class/nvme/{}/device/reset",
-        disks.controller("first")?
-    );
-    guest.exec_ok(&reset, LONG)?;
+    disks.reset("first")?;
     for disk in ["second", "model"] {
         disks.transfer(disk, "first")?;
         facts.transfers_after_reset.insert((disk, "first"));
@@ -135,15 +143,96 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
     lender.stop()
 }
 
+/// Starts a guest in `host` with all three.
+fn guest_with_all<'a>(set: &Set<'_>, host: &'a Host, ram: u64) -> Result<Nested<'a>> {
+    (set.tell)("starting a guest with two functions and a model");
+    let devices = DISKS.map(|disk| socket(VM, disk));
+    let guest = host.guest(VM).memory(ram).args(["-cpu", ZEN]);
+    let guest = devices
+        .iter()
+        .fold(guest, |guest, socket| guest.vfio_user(socket));
+    start_with_fio(host, guest)
+}
+
+/// How many bytes of the first function's buffer are mapped in the domains of `host` at addresses above the guest's `ram`, where
+/// the guest has BARs, by the kernel's trace from now on. For an NTB, the buffer is mapped at peer addresses, from the lowest.
+fn buffer_mapped(host: &Host, ram: u64) -> Result<impl Fn() -> Result<u64>> {
+    let buffer = host.bar(FUNCTIONS[0], BUFFER_BAR)?;
+    ensure!(buffer.end - buffer.start == BUFFER, "{buffer:?}");
+    host.trace_iommu()?;
+    Ok(move || {
+        let mapped = LiveMappings::after(&host.iommu_trace()?);
+        let at_bar = mapped.iter().filter(|it| it.iova >= ram);
+        let of_buffer = at_bar.filter(|it| buffer.contains(&it.paddr));
+        Ok(of_buffer.map(|it| it.len).sum())
+    })
+}
+
+/// The same across two hosts: a lender of `b` has the functions, which the guest in `a` reaches through an NTB, and another
+/// one the model's image, over a network.
+pub(super) fn peers_through_ntb(set: &Set<'_>) -> Result<NtbPeerFacts> {
+    let mut facts = NtbPeerFacts::default();
+    let drives = functions(set)?;
+    stage::across_ntb(set, &drives, |a, b| play_through_ntb(set, a, b, &mut facts))?;
+    Ok(facts)
+}
+
+fn play_through_ntb(set: &Set<'_>, a: &Host, b: &Host, facts: &mut NtbPeerFacts) -> Result<()> {
+    let [first, second] = FUNCTIONS;
+    b.exec_ok("truncate -s 64M /tmp/model.img", SHORT)?;
+    let lender = b.lend(&format!(
+        "--name b --listen tls:10.0.0.2:4000 --borrower host=a --ntb {NTB} --vfio first={first} --vfio second={second}"
+    ))?;
+    let other_lender = b.lend_another(
+        "--name b2 --listen tls:10.0.0.2:4001 --borrower host=a --nvme model=/tmp/model.img,cmb=16M",
+    )?;
+    let args = format!(
+        "--device second --device model --lender tls:10.0.0.2:4000 --lender tls:10.0.0.2:4001 --ntb {NTB}"
+    );
+    let backend = a.serve(VM, "first", &args)?;
+    let buffer_mapped = buffer_mapped(b, NTB_GUEST_RAM)?;
+    let guest = guest_with_all(set, a, NTB_GUEST_RAM)?;
+    guest.exec_ok(NTB_DRIVER, LONG)?;
+    let disks = Disks::find(&guest, NTB_TRANSFER)?;
+    facts.buffer_bytes = BUFFER;
+    facts.buffer_bytes_mapped = buffer_mapped()?;
+    (set.tell)("each transfers data to and from the buffer of another one");
+    for (disk, buffer) in NTB_TRANSFERS {
+        disks.transfer(disk, buffer)?;
+        facts.transfers.insert((disk, buffer));
+    }
+    (set.tell)("the guest resets the function with the buffer");
+    disks.reset("first")?;
+    disks.transfer("second", "first")?;
+    facts.transfers_after_reset.insert(("second", "first"));
+    for disk in ["first", "second"] {
+        facts.faults += b.lent(disk)?.fault_total;
+    }
+    facts.faults += controller(a, VM, "model")?.faults.total;
+    (set.tell)("the guest releases them");
+    unbind(&guest, disks.controller("second")?)?;
+    facts.buffer_bytes_of_none = buffer_mapped()?;
+    let ended = guest.shutdown(SHORT)?;
+    ensure!(ended.success(), "QEMU in the borrower: {ended}");
+    for disk in ["first", "second"] {
+        b.wait_returned(disk)?;
+    }
+    backend.stop()?;
+    other_lender.stop()?;
+    lender.stop()
+}
+
 /// The disks in the guest.
 struct Disks<'a> {
     guest: &'a Nested<'a>,
     /// Each disk's controller.
     controllers: Vec<(&'static str, String)>,
+    /// Bytes of each transfer.
+    transfer: u64,
 }
 
 impl<'a> Disks<'a> {
-    fn find(guest: &'a Nested<'a>) -> Result<Self> {
+    fn find(guest: &'a Nested<'a>, transfer: u64) -> Result<Self> {
         let mut controllers = Vec::new();
         for serial in DISKS {
             let find = format!(
@@ -156,7 +245,11 @@ impl<'a> Disks<'a> {
             let controller = block.strip_suffix("n1").context("no namespace")?;
             controllers.push((serial, controller.to_owned()));
         }
-        Ok(Self { guest, controllers })
+        Ok(Self {
+            guest,
+            controllers,
+            transfer,
+        })
     }
 
     fn controller(&self, disk: &str) -> Result<&str> {
@@ -165,13 +258,21 @@ impl<'a> Disks<'a> {
         found.map(|(_, name)| name.as_str()).context("no disk")
     }
 
+    /// Resets the function of a disk, as Linux does for its user.
+    fn reset(&self, disk: &str) -> Result<()> {
+        let controller = self.controller(disk)?;
+        let reset = format!("echo 1 >/sys/class/nvme/{controller}/device/reset");
+        self.guest.exec_ok(&reset, LONG).map(drop)
+    }
+
     /// Writes to a disk and reads from it, with the data in the buffer of another one, where the CPU makes and checks it.
     fn transfer(&self, disk: &str, buffer: &str) -> Result<()> {
         let (disk, buffer) = (self.controller(disk)?, self.controller(buffer)?);
         let job = format!(
             "fio --output-format=terse --name=p2p --filename=/dev/{disk}n1 --direct=1 --ioengine=libaio \
              --mem=mmapshared:/sys/class/nvme/{buffer}/device/p2pmem/allocate --rw=write --bs=64k \
-             --size=1M --iodepth=2 --verify=crc32c --verify_fatal=1 --do_verify=1"
+             --size={} --iodepth=2 --verify=crc32c --verify_fatal=1 --do_verify=1",
+            self.transfer
         );
         self.guest
             .exec_ok(&job, 2 * BOOT)

@@ -17,7 +17,7 @@ fn main() {
     let mut args = Arguments::from_args();
     // Each runs two or three VMs, some of them nested, and uses the whole machine.
     args.test_threads.get_or_insert(1);
-    let tests: [(&str, Test); 11] = [
+    let tests: [(&str, Test); 12] = [
         (
             "a_guest_uses_a_physical_drive_of_its_own_host",
             a_guest_uses_a_physical_drive_of_its_own_host,
@@ -57,6 +57,10 @@ fn main() {
         (
             "devices_of_a_guest_reach_the_memory_of_each_other",
             devices_of_a_guest_reach_the_memory_of_each_other,
+        ),
+        (
+            "devices_of_two_lenders_reach_the_memory_of_each_other_through_an_ntb",
+            devices_of_two_lenders_reach_the_memory_of_each_other_through_an_ntb,
         ),
         (
             "two_guests_use_a_virtual_function_each_of_one_adapter",
@@ -136,6 +140,13 @@ fn a_guest_uses_two_functions_of_one_iommu_group(set: &Set<'_>) -> anyhow::Resul
 
 fn devices_of_a_guest_reach_the_memory_of_each_other(set: &Set<'_>) -> anyhow::Result<()> {
     let facts = hosts::peers(set, None)?;
+    judge(facts.checks(), &facts)
+}
+
+fn devices_of_two_lenders_reach_the_memory_of_each_other_through_an_ntb(
+    set: &Set<'_>,
+) -> anyhow::Result<()> {
+    let facts = hosts::peers_through_ntb(set)?;
     judge(facts.checks(), &facts)
 }
 
