@@ -113,7 +113,7 @@ pub(crate) enum Verb {
 /// Lend devices: the daemon of a lending host
 ///
 /// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases. At SIGUSR1 it leaves
-/// those of VMs on this host to the next lender at the same --socket. With --add or --remove, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
+/// those of VMs on this host to the next lender at the same --socket. With --add, --remove or --resize, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
 #[derive(Debug, ClapArgs)]
 #[command(group(ArgGroup::new("device").args(["nvme", "virtio_blk", "virtio_net", "dma_test", "vfio", "vfio_user"]).multiple(true)))]
 pub(crate) struct Lend {
@@ -207,6 +207,14 @@ pub(crate) struct Lend {
         conflicts_with_all = ["add", "config", "device", "name", "listen", "announce", "ntb", "vfs", "poll_us"]
     )]
     pub(crate) remove: Vec<DeviceId>,
+    /// Have a disk grow to the size that its image or block device has now, at the lender that runs at --socket; may be given
+    /// more than once. The VM that has borrowed it sees that at once. So do those of other devices of the same image.
+    #[arg(
+        long,
+        value_name = "ID",
+        conflicts_with_all = ["add", "remove", "config", "device", "name", "listen", "announce", "ntb", "vfs", "poll_us"]
+    )]
+    pub(crate) resize: Vec<DeviceId>,
 }
 
 /// Addresses of lenders.

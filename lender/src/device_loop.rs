@@ -318,6 +318,10 @@ impl DeviceLoop {
                 let _ = reply.try_send(checked);
                 None
             }
+            DeviceRequest::Resize { to, reply } => {
+                let _ = reply.try_send(device.source().resize(to));
+                None
+            }
             DeviceRequest::HandOver { fence, reply } => {
                 self.handovers.push((fence, reply));
                 None

@@ -26,10 +26,10 @@ use farside_lender_protocol::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
-    refusals::{failed, internal, limit, no_medium, refused, unsupported},
+    refusals::{failed, internal, invalid, limit, no_medium, refused, unsupported},
     source::{
         Available, BorrowerMemory, DRAIN_TIMEOUT, DeviceSource, Irqs, Leased, LeasedDevice,
-        NotLeased, Report,
+        NotLeased, Report, Resized,
     },
     state_file::LeasePage,
 };
@@ -125,6 +125,18 @@ impl Available for ModelDevice {
 
     fn problem(&self) -> Option<&str> {
         self.device.problem()
+    }
+
+    /// The lender's process knows the size, and the former one.
+    fn resize(&mut self, to: Option<u64>) -> Result<Resized, RemoteError> {
+        let to = to.ok_or_else(|| unsupported("its lease has no process of its own"))?;
+        let resized = self.device.resize(to);
+        resized.map_err(|error| invalid(error.to_string()))?;
+        Ok(Resized {
+            from: to,
+            to,
+            summary: String::new(),
+        })
     }
 
     fn report(&self) -> Report {

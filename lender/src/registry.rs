@@ -27,7 +27,7 @@ use crate::{
     chains::Kept,
     fences::{Claim, FenceBook},
     refusals::{failed, invalid, limit},
-    source::Report,
+    source::{Report, Resized},
     tokens::RegisterTokens,
 };
 pub(crate) use grant::Grant;
@@ -59,6 +59,11 @@ pub(crate) enum DeviceRequest {
     Revoke {
         generation: Generation,
         until: Instant,
+    },
+    /// Have the device's disk grow, see [`Available::resize`](crate::source::Available::resize), and its borrower notified.
+    Resize {
+        to: Option<u64>,
+        reply: mpsc::SyncSender<Result<Resized, RemoteError>>,
     },
     /// The borrower of this lease of a medium goes on over another connection: end the lease.
     Supersede { generation: Generation },
@@ -442,6 +447,27 @@ impl Registry {
     pub(crate) fn set_problem(&self, id: &DeviceId, problem: Option<String>) {
         if let Some(slot) = self.lock().slots.get_mut(id) {
             slot.problem = problem;
+        }
+    }
+
+    /// The devices of this lender whose medium `id` has: itself, and those that share it.
+    pub(crate) fn on_medium_of(&self, id: &DeviceId) -> Result<Vec<DeviceId>, RemoteError> {
+        let records = self.lock();
+        let medium = records.slots.get(id).ok_or_else(|| unknown(id))?.medium;
+        let medium = medium.filter(|medium| !medium.is_empty());
+        let has_it = |(other, slot): &(&DeviceId, &Slot)| {
+            *other == id || medium.is_some() && slot.medium == medium
+        };
+        let found = records.slots.iter().filter(has_it);
+        Ok(found.map(|(id, _)| id.clone()).collect())
+    }
+
+    /// Sets the summary of a device, which is not what tells it from another.
+    pub(crate) fn set_summary(&self, id: &DeviceId, summary: String) {
+        if let Some(slot) = self.lock().slots.get_mut(id) {
+            let described = Arc::make_mut(&mut slot.described);
+            described.description.summary.clone_from(&summary);
+            slot.summary = summary;
         }
     }
 

@@ -21,7 +21,7 @@ use farside_lender_protocol::{
 use farside_pci::Piece;
 use serde::{Deserialize, Serialize};
 
-use crate::{registry::GrantedChain, state_file::StateFile};
+use crate::{refusals::no_disk, registry::GrantedChain, state_file::StateFile};
 
 /// Vectors of a function: 2048 of MSI-X, the most of any kind (PCIe 7.7.2), and INTx.
 const MAX_VECTORS: usize = 2049;
@@ -62,11 +62,25 @@ pub(crate) trait Available: Send {
     /// Counters, and the faults of the last lease.
     fn report(&self) -> Report;
 
+    /// Takes the size to which its disk has grown: `to` bytes, or what its medium has.
+    fn resize(&mut self, _to: Option<u64>) -> Result<Resized, RemoteError> {
+        Err(no_disk())
+    }
+
     /// Stops the DMA of a device that was kept as it runs, for a VM that does not go on with it. Returns false if it still
     /// does DMA. Other devices do none without a lease.
     fn let_go(&mut self) -> bool {
         true
     }
+}
+
+/// The size of a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Resized {
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    /// Of the device's description from now on.
+    pub(crate) summary: String,
 }
 
 /// A device that can be lent to one VM at a time, by its thread.

@@ -69,7 +69,7 @@ pub use listener::Listener;
 pub use message::{
     Availability, BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, Envelope, ErrorKind,
     Generation, MAX_REVOKE_LIMIT, MediumLease, ROM_PART, RamRange, RegisterToken, Registers,
-    RemoteError, Reply, Request, Revocation, TOKEN_LIFE, Transport, VERSION,
+    RemoteError, Reply, Request, ResizedDevice, Revocation, TOKEN_LIFE, Transport, VERSION,
 };
 pub use secret::Secret;
 pub use state::{Keeping, STATE_PAGE, served};

@@ -11,7 +11,7 @@ use crate::{
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 15;
+pub const VERSION: u32 = 16;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -242,6 +242,12 @@ pub enum Request {
         /// Offset in the ROM.
         offset: u32,
     },
+    /// Has the disk of a device grow to the size of its medium, and those of other devices that have the same medium. Operators
+    /// only.
+    ResizeDevice {
+        /// Device id.
+        device: DeviceId,
+    },
 }
 
 /// Most bytes of a [`Reply::Rom`].
@@ -332,6 +338,19 @@ pub enum Reply {
     ProcessEnded,
     /// To `Rom`; empty at the end of the ROM.
     Rom(Vec<u8>),
+    /// To `ResizeDevice`.
+    Resized(Vec<ResizedDevice>),
+}
+
+/// The size of a device's disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResizedDevice {
+    /// Device id.
+    pub device: DeviceId,
+    /// Bytes that borrowers saw.
+    pub from: u64,
+    /// Bytes that they see from now on.
+    pub to: u64,
 }
 
 /// The lease of a medium.
@@ -413,6 +432,21 @@ pub struct Described {
     /// Bytes of its expansion ROM, at most [`farside_pci::rom::MAX`]; 0 if it has none. See [`Request::Rom`].
     #[serde(default)]
     pub rom: u32,
+}
+
+impl Described {
+    /// Whether a guest cannot tell the two apart: all but the summary is the same, which is for people, and names the size of
+    /// a disk.
+    pub fn is_same_to_guests(&self, other: &Self) -> bool {
+        let same = Self {
+            description: Description {
+                summary: other.description.summary.clone(),
+                ..self.description.clone()
+            },
+            ..self.clone()
+        };
+        same == *other
+    }
 }
 
 /// The provider of the memory behind the sparse mmap areas of a device's BARs.

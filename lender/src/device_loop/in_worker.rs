@@ -24,9 +24,9 @@ use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
 use goes_on::not_begun;
 
 use crate::{
-    refusals::{failed, internal},
+    refusals::{failed, internal, unsupported},
     registry::{DeviceRequest, GrantedChain, Lease, MAX_REQUESTS, Release},
-    source::{Available, Report},
+    source::{Available, Report, Resized},
     worker::{
         Adopted, Answer, Borrower, CallReply, Handle, KeptHandle, LogReader, Numbered, OpenWindow,
         Order, Record, Worker, WorkerDevice, printable_error,
@@ -42,6 +42,9 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Least time between two reports of a worker: its device's thread makes them for whoever may borrow the device.
 const REPORT_INTERVAL: Duration = Duration::from_millis(10);
+
+/// The version of workers since which they are ordered to resize a disk.
+const RESIZES: u32 = 2;
 
 /// Maximum number of messages of a worker that are served before everything else is looked at.
 const MESSAGES: usize = 64;
@@ -138,6 +141,7 @@ enum Waiting {
     Reports(Vec<mpsc::SyncSender<Report>>),
     HandOver(Generation, mpsc::SyncSender<Result<(), RemoteError>>),
     Revoke,
+    Resize(Resized, mpsc::SyncSender<Result<Resized, RemoteError>>),
 }
 
 /// The broker's state during one lease.
@@ -374,6 +378,10 @@ impl<'a> WorkerLease<'a> {
                 {
                     let _ = reply.try_send(Ok(()));
                 }
+                (Some(Waiting::Resize(resized, reply)), Answer::Resized(done)) => {
+                    let done = done.map(|()| resized);
+                    let _ = reply.try_send(done.map_err(printable_error));
+                }
                 (Some(Waiting::HandOver(_, reply)), Answer::HandedOver(Err(error))) => {
                     let _ = reply.try_send(Err(printable_error(error)));
                 }
@@ -402,6 +410,17 @@ impl<'a> WorkerLease<'a> {
                 DeviceRequest::HandOver { fence, reply } => {
                     (Order::HandOver { fence }, Waiting::HandOver(fence, reply))
                 }
+                DeviceRequest::Resize { reply, .. } => match self.resize() {
+                    Ok(resized) => {
+                        let order = Order::Resize { to: resized.to };
+                        (order, Waiting::Resize(resized, reply))
+                    }
+                    Err(error) => {
+                        // Fails if the requester has gone.
+                        let _ = reply.try_send(Err(error));
+                        continue;
+                    }
+                },
                 DeviceRequest::Check {
                     vm,
                     transport,
@@ -444,6 +463,22 @@ impl<'a> WorkerLease<'a> {
         }
     }
 
+    /// Takes the size of the medium. It is recorded before the worker knows of it: whatever is killed, no guest sees the disk
+    /// shrink.
+    fn resize(&mut self) -> Result<Resized, RemoteError> {
+        let record = self.record.as_ref();
+        if record.is_some_and(|record| record.lease.worker < RESIZES) {
+            return Err(unsupported(
+                "the process of its lease was started by an earlier farside, and cannot resize it: the next lease has the new size, or the same one once that process was ended",
+            ));
+        }
+        let resized = self.device.resize(None)?;
+        if let Some(record) = &mut self.record {
+            record.resized(resized.to);
+        }
+        Ok(resized)
+    }
+
     fn order(&mut self, order: Order, waiting: Waiting) {
         let fits = self.waiting.len() < MAX_REQUESTS;
         let order = (self.orders, order);
@@ -473,6 +508,11 @@ impl<'a> WorkerLease<'a> {
                 // Fails if the requester has gone.
                 let _ = reply.try_send(self.device.report());
             }
+            return;
+        }
+        if let (Waiting::Resize(resized, reply), true) = (&waiting, self.gone) {
+            // The next worker has that size.
+            let _ = reply.try_send(Ok(resized.clone()));
             return;
         }
         // Of those that are dropped, the requesters hear at once.

@@ -590,6 +590,7 @@ impl<'a> LeaseLoop<'a> {
             | Request::SetAvailable { .. }
             | Request::AddDevice { .. }
             | Request::RemoveDevice { .. }
+            | Request::ResizeDevice { .. }
             | Request::Registers { .. }) => {
                 return Err(invalid(format!("{other:?} has no place within a lease")));
             }

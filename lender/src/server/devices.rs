@@ -3,14 +3,17 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, SystemTime},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        mpsc::{Receiver, sync_channel},
+    },
+    time::{Duration, Instant, SystemTime},
 };
 
 use farside_daemon::{DeviceId, Wakeup, user_name};
 use farside_error_chain::Chain;
 use farside_fabric::{Budget, SharedQuota, soft::Adapter};
-use farside_lender_protocol::{ErrorKind, Generation, Identity, RemoteError};
+use farside_lender_protocol::{ErrorKind, Generation, Identity, RemoteError, ResizedDevice};
 
 use super::{StartError, threads::Threads};
 use crate::{
@@ -20,8 +23,9 @@ use crate::{
     device_loop::{DeviceLoop, InLender, Lendable, Stopped},
     listening,
     open::{OpenedDevice, open_model, open_server},
-    refusals::{invalid, limit},
-    registry::{Registry, Viewer},
+    refusals::{failed, invalid, limit},
+    registry::{DeviceRequest, Registry, Viewer},
+    source::Resized,
     worker::Workers,
 };
 
@@ -232,6 +236,42 @@ impl Devices {
         Ok(())
     }
 
+    /// Has the disk of a device grow to the size of its medium, and each other device that has the same one.
+    pub(crate) fn resize(
+        &self,
+        id: &DeviceId,
+        patience: Duration,
+    ) -> Result<Vec<ResizedDevice>, RemoteError> {
+        let cannot = |id: &DeviceId, error: RemoteError| {
+            let message = format!("cannot resize device {id}: {}", error.message);
+            RemoteError { message, ..error }
+        };
+        let until = Instant::now() + patience;
+        let order = |id: DeviceId| {
+            let (reply, resized) = sync_channel(1);
+            let request = DeviceRequest::Resize { to: None, reply };
+            let posted = self.registry.queue(&id)?.post(request);
+            posted.map_err(|error| cannot(&id, error))?;
+            Ok((id, resized))
+        };
+        let devices = self.registry.on_medium_of(id)?.into_iter();
+        let ordered: Vec<_> = devices.map(order).collect::<Result<_, RemoteError>>()?;
+        let wait = |(id, resized): (DeviceId, Receiver<Result<Resized, RemoteError>>)| {
+            let left = until.saturating_duration_since(Instant::now());
+            let late = |_| {
+                Err(failed(format_args!(
+                    "it does not answer within {patience:?}: repeat the command"
+                )))
+            };
+            let resized = resized.recv_timeout(left).unwrap_or_else(late);
+            let Resized { from, to, summary } = resized.map_err(|error| cannot(&id, error))?;
+            self.registry.set_summary(&id, summary);
+            let device = id;
+            Ok(ResizedDevice { device, from, to })
+        };
+        ordered.into_iter().map(wait).collect()
+    }
+
     /// Refuses other peers than root and the lender's own user, and connections of a VM.
     pub(crate) fn check_operator(&self, asking: &Viewer<'_>) -> Result<(), RemoteError> {
         match asking.identity {
@@ -241,7 +281,7 @@ impl Devices {
             other => Err(RemoteError {
                 kind: ErrorKind::Denied,
                 message: format!(
-                    "{other} may not operate this lender: only root and its own user ({}) may revoke, add and remove devices and set their availability, at its UNIX socket",
+                    "{other} may not operate this lender: only root and its own user ({}) may revoke, add, remove and resize devices and set their availability, at its UNIX socket",
                     user_name(self.operator)
                 ),
             }),

@@ -241,6 +241,7 @@ fn attack(mut peer: Peer) -> Vec<RemoteError> {
             table: table("dma1", "model.dma-test = {}"),
         },
         Request::RemoveDevice { device: device() },
+        Request::ResizeDevice { device: device() },
     ];
     requests
         .map(|request| peer.call(request, &[]).unwrap_err())
