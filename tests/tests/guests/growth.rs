@@ -2,6 +2,7 @@
 
 use std::{
     fs::File,
+    net::TcpListener,
     path::{Path, PathBuf},
     time::Instant,
 };
@@ -24,10 +25,17 @@ const NVME: (&str, &str) = ("disk0", "/dev/nvme0n1");
 const VIRTIO: (&str, &str) = ("disk1", "/dev/vda");
 const DISKS: [(&str, &str); 2] = [NVME, VIRTIO];
 
+/// Writes and verifies, where both disks were from the beginning on.
+const LOAD: &str = "fio --output-format=terse --direct=1 --ioengine=libaio --rw=randwrite --bs=4k-64k \
+    --iodepth=8 --size=32M --verify=crc32c --verify_fatal=1 --verify_backlog=128 --time_based --runtime=25 \
+    --name=nvme --filename=/dev/nvme0n1 --name=virtio --filename=/dev/vda";
+
 struct Stage<'a> {
     cluster: &'a Cluster,
     images: [PathBuf; 2],
     options: [String; 2],
+    /// Where the lender listens for other hosts, one of which this one is, too.
+    address: Option<String>,
 }
 
 impl<'a> Stage<'a> {
@@ -41,12 +49,34 @@ impl<'a> Stage<'a> {
             cluster,
             options: [option(0), option(1)],
             images,
+            address: None,
         })
     }
 
     fn lend(&self) -> anyhow::Result<Daemon> {
         let [nvme, virtio] = &self.options;
-        self.cluster.lend(&["--nvme", nvme, "--virtio-blk", virtio])
+        let mut args = vec!["--nvme", nvme, "--virtio-blk", virtio];
+        if let Some(address) = &self.address {
+            args.extend(["--listen", address, "--borrower", "network"]);
+        }
+        self.cluster.lend(&args)
+    }
+
+    /// Serves both, with a keeper.
+    fn serve(&self) -> anyhow::Result<Daemon> {
+        let serve = self.cluster.serve("a", &[NVME.0, VIRTIO.0]);
+        let mut args = vec!["--keeper"];
+        if let Some(address) = &self.address {
+            args.extend(["--lender", address]);
+        }
+        serve.args(&args).start()
+    }
+
+    fn boot(&self) -> anyhow::Result<Guest<'a>> {
+        let guest = self.cluster.guest("a").whole().boot()?;
+        guest.wait_disk()?;
+        open_virtio(&guest)?;
+        Ok(guest)
     }
 
     /// Gives both images another size.
@@ -146,17 +176,11 @@ pub fn disks_grow_under_a_guest_whose_processes_are_killed(
     let shown = cluster.run(&["devices"])?.stdout;
     ensure!(shown.contains("65 MiB"), "{shown}");
 
-    let serve = cluster.serve("a", &["disk0", "disk1"]);
-    let keeper = serve.args(&["--keeper"]).start()?;
-    let guest = cluster.guest("a").whole().boot()?;
-    guest.wait_disk()?;
-    open_virtio(&guest)?;
+    let keeper = stage.serve()?;
+    let guest = stage.boot()?;
     let before = errors(&guest)?;
     stage.sees(&guest, 65 * MIB)?;
-    let fio = "fio --output-format=terse --direct=1 --ioengine=libaio --rw=randwrite --bs=4k-64k \
-               --iodepth=8 --size=32M --verify=crc32c --verify_fatal=1 --verify_backlog=128 \
-               --time_based --runtime=25 --name=nvme --filename=/dev/nvme0n1 --name=virtio --filename=/dev/vda";
-    let load = guest.exec_start(fio, BOOT)?;
+    let load = guest.exec_start(LOAD, BOOT)?;
 
     // Nothing grows before the command.
     stage.truncate(96 * MIB)?;
@@ -237,6 +261,52 @@ pub fn disks_grow_under_a_guest_whose_processes_are_killed(
     guest.wait_disk()?;
     open_virtio(&guest)?;
     stage.sees(&guest, 130 * MIB)?;
+    guest.power_off()?;
+    drop(lender);
+    passed()
+}
+
+pub fn disks_of_another_host_grow_under_a_guest(cluster: &Cluster) -> anyhow::Result<Completion> {
+    let mut stage = Stage::new(cluster)?;
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    stage.address = Some(format!("tcp:127.0.0.1:{port}"));
+    let mut lender = stage.lend()?;
+    let keeper = stage.serve()?;
+    let guest = stage.boot()?;
+    let before = errors(&guest)?;
+    stage.sees(&guest, 64 * MIB)?;
+    let load = guest.exec_start(LOAD, BOOT)?;
+
+    stage.truncate(96 * MIB)?;
+    stage.resize()?;
+    stage.sees(&guest, 96 * MIB)?;
+    stage.write_end(&guest, 96 * MIB)?;
+    kill_workers(&lender)?;
+    stage.write_end(&guest, 96 * MIB)?;
+    stage.sees(&guest, 96 * MIB)?;
+    truncate(&stage.images[0], 80 * MIB)?;
+    let shrinks = stage.refusal("disk0")?;
+    ensure!(shrinks.contains("a disk does not shrink"), "{shrinks}");
+    truncate(&stage.images[0], 96 * MIB)?;
+
+    // While the connection is cut.
+    lender.kill()?;
+    stage.truncate(112 * MIB)?;
+    lender = stage.lend()?;
+    stage.sees(&guest, 112 * MIB)?;
+    stage.write_end(&guest, 112 * MIB)?;
+
+    // The next backend goes on.
+    kill_process(child(keeper.pid(), "serve")?, Signal::KILL)?;
+    stage.truncate(128 * MIB)?;
+    stage.resize()?;
+    stage.sees(&guest, 128 * MIB)?;
+    stage.write_end(&guest, 128 * MIB)?;
+
+    let output = load.wait()?;
+    ensure!(output.success(), "{output}");
+    let after = errors(&guest)?;
+    ensure!(after == before, "the guest's kernel log has {after}");
     guest.power_off()?;
     drop(lender);
     passed()
