@@ -129,7 +129,7 @@ impl Available for ModelDevice {
 
     /// The lender's process knows the size, and the former one.
     fn resize(&mut self, to: Option<u64>) -> Result<Resized, RemoteError> {
-        let to = to.ok_or_else(|| unsupported("its lease has no process of its own"))?;
+        let to = to.ok_or_else(|| unsupported("its leases have no process of their own"))?;
         let resized = self.device.resize(to);
         resized.map_err(|error| invalid(error.to_string()))?;
         Ok(Resized {
