@@ -2,6 +2,7 @@
 
 mod calls;
 mod goes_on;
+mod resize;
 mod take_down;
 
 use std::{
@@ -24,7 +25,7 @@ use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
 use goes_on::not_begun;
 
 use crate::{
-    refusals::{failed, internal, unsupported},
+    refusals::{failed, internal},
     registry::{DeviceRequest, GrantedChain, Lease, MAX_REQUESTS, Release},
     source::{Available, Report, Resized},
     worker::{
@@ -42,9 +43,6 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Least time between two reports of a worker: its device's thread makes them for whoever may borrow the device.
 const REPORT_INTERVAL: Duration = Duration::from_millis(10);
-
-/// The version of workers since which they are ordered to resize a disk.
-const RESIZES: u32 = 2;
 
 /// Maximum number of messages of a worker that are served before everything else is looked at.
 const MESSAGES: usize = 64;
@@ -410,16 +408,9 @@ impl<'a> WorkerLease<'a> {
                 DeviceRequest::HandOver { fence, reply } => {
                     (Order::HandOver { fence }, Waiting::HandOver(fence, reply))
                 }
-                DeviceRequest::Resize { reply, .. } => match self.resize() {
-                    Ok(resized) => {
-                        let order = Order::Resize { to: resized.to };
-                        (order, Waiting::Resize(resized, reply))
-                    }
-                    Err(error) => {
-                        // Fails if the requester has gone.
-                        let _ = reply.try_send(Err(error));
-                        continue;
-                    }
+                DeviceRequest::Resize { reply, .. } => match self.resize(reply) {
+                    Some(ordered) => ordered,
+                    None => continue,
                 },
                 DeviceRequest::Check {
                     vm,
@@ -461,22 +452,6 @@ impl<'a> WorkerLease<'a> {
             };
             self.order(order, waiting);
         }
-    }
-
-    /// Takes the size of the medium. It is recorded before the worker knows of it: whatever is killed, no guest sees the disk
-    /// shrink.
-    fn resize(&mut self) -> Result<Resized, RemoteError> {
-        let record = self.record.as_ref();
-        if record.is_some_and(|record| record.lease.worker < RESIZES) {
-            return Err(unsupported(
-                "the process of its lease was started by an earlier farside, and cannot resize it: the next lease has the new size, or the same one once that process was ended",
-            ));
-        }
-        let resized = self.device.resize(None)?;
-        if let Some(record) = &mut self.record {
-            record.resized(resized.to);
-        }
-        Ok(resized)
     }
 
     fn order(&mut self, order: Order, waiting: Waiting) {

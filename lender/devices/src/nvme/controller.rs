@@ -15,6 +15,7 @@
 
 mod bar;
 mod device;
+mod growth;
 mod lifecycle;
 
 use farside_fabric::{Access, Fault, memory::HostSlice};
@@ -42,10 +43,7 @@ use farside_pci::Description;
 
 use crate::{
     Bus, Dma,
-    block::{
-        BlockError, BlockQueue, Durability, Image, RemoteMedium, SizeError, Tag, check_growth,
-        medium::Medium,
-    },
+    block::{BlockError, BlockQueue, Durability, Image, RemoteMedium, Tag, medium::Medium},
     state::{Entry, InFlight},
 };
 
@@ -222,31 +220,6 @@ impl Nvme {
     pub(super) fn raise_warnings(&mut self, warnings: u8) {
         if let Some(event) = Event::of_warnings(self.features.enabled_events(warnings)) {
             self.events.raise(event);
-        }
-    }
-
-    /// The medium has grown to `size` bytes.
-    pub(super) fn grow(&mut self, size: u64) -> Result<(), SizeError> {
-        let from = self.namespace.size();
-        check_growth(from, size, 1 << self.namespace.block_shift)?;
-        if size > from {
-            self.namespace.blocks = size >> self.namespace.block_shift;
-            self.medium.grow(size);
-            self.note_change();
-        }
-        Ok(())
-    }
-
-    /// The namespace has changed: the guest is to identify it anew.
-    pub(super) fn note_change(&mut self) {
-        self.logs.namespace_changed = true;
-        self.changed = true;
-        self.raise_change();
-    }
-
-    pub(super) fn raise_change(&mut self) {
-        if self.features.notices_namespaces() {
-            self.events.raise(Event::NamespaceChanged);
         }
     }
 
@@ -499,14 +472,6 @@ impl Nvme {
             }
         }
         busy
-    }
-
-    /// Takes the size that the lender of a medium in another host reports. One that the disk cannot have has no effect: that
-    /// lender is not trusted.
-    fn take_growth(&mut self) {
-        if let Some(Err(error)) = self.block.take_size().map(|size| self.grow(size)) {
-            self.log_guest_error(format_args!("the medium at the lender: {error}"));
-        }
     }
 
     fn run(&mut self, bus: &mut Bus<'_>) -> bool {

@@ -30,7 +30,7 @@ use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileSlice};
 use super::table::{MOST, Table};
 use crate::block::serial::fnv;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"FSRESRV3");
+const MAGIC: u64 = u64::from_le_bytes(*b"FSRESRV2");
 const UUID: u64 = 8;
 const BOOT: u64 = 24;
 const IMAGE: u64 = 40;
