@@ -269,7 +269,9 @@ impl Devices {
             let device = id;
             Ok(ResizedDevice { device, from, to })
         };
-        ordered.into_iter().map(wait).collect()
+        // One that cannot be resized keeps none from it.
+        let resized: Vec<_> = ordered.into_iter().map(wait).collect();
+        resized.into_iter().collect()
     }
 
     /// Refuses other peers than root and the lender's own user, and connections of a VM.

@@ -162,7 +162,7 @@ pub(super) struct Network {
     /// The frame of the last answer.
     fenced: Option<u64>,
     condition: Condition,
-    /// The size that the lender has reported, of which the owner does not know.
+    /// The size that the lender has reported, until the owner takes it.
     reported: Option<u64>,
     /// Since when the owner waits for everything in flight.
     hurried: Option<Instant>,

@@ -33,7 +33,7 @@ impl WorkerLease<'_> {
         }
     }
 
-    /// Takes the size of the medium. It is recorded before the worker knows of it: whatever is killed, no guest sees the disk
+    /// Takes the size of the medium. It is recorded before the worker gets the order: whatever is killed, no guest sees the disk
     /// shrink.
     fn take_size(&mut self) -> Result<Resized, RemoteError> {
         let record = self.record.as_ref();

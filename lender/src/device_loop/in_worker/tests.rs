@@ -324,7 +324,7 @@ fn a_disk_takes_the_size_of_its_image_unless_that_is_no_size_for_it() {
     assert_eq!(resize(3 * MIB), (Ok((2 * MIB, 3 * MIB)), shown("3 MiB")));
 }
 
-/// Orders a lease's worker, of that version, to resize its disk, and kills it. Returns what the requester is told, and the
+/// Orders a lease's worker, of that version, to resize its disk, and kills it. Returns the answer to the requester, and the
 /// size that is recorded for the next broker.
 fn resize_and_kill(version: u32) -> (Result<Resized, RemoteError>, String) {
     let (image, mut device) = disk();
@@ -357,7 +357,7 @@ fn resize_and_kill(version: u32) -> (Result<Resized, RemoteError>, String) {
 }
 
 #[test]
-fn a_size_is_recorded_before_the_worker_is_told_and_stays_if_that_is_killed() {
+fn a_size_is_recorded_before_the_worker_has_it_and_stays_if_that_is_killed() {
     let (resized, served) = resize_and_kill(2);
     let resized = resized.unwrap();
     assert_eq!((resized.from, resized.to), (MIB, 2 * MIB));
@@ -365,7 +365,7 @@ fn a_size_is_recorded_before_the_worker_is_told_and_stays_if_that_is_killed() {
 }
 
 #[test]
-fn a_worker_of_the_version_before_is_not_told_of_a_size() {
+fn a_worker_of_the_version_before_gets_no_order_to_resize() {
     let (resized, served) = resize_and_kill(1);
     let error = resized.unwrap_err();
     assert!(error.message.contains("an earlier farside"), "{error}");
