@@ -3,6 +3,7 @@
 mod grant;
 mod keep;
 mod revoke;
+mod sizes;
 mod viewer;
 
 use std::{
@@ -33,6 +34,7 @@ use crate::{
 pub(crate) use grant::Grant;
 use keep::end_chain;
 pub(crate) use keep::{DEFAULT_KEEP_AT_MOST, Going, GrantedChain};
+pub(crate) use sizes::Shared;
 pub(crate) use viewer::Viewer;
 
 /// A message to a device's thread.
@@ -153,6 +155,8 @@ struct Slot {
     revoked: Revocation,
     /// The medium, if it can be told from others.
     medium: Option<ImageId>,
+    /// The namespace, if it is shared.
+    shared: Option<Shared>,
     /// It goes on as it runs when its worker is gone.
     runs_on: bool,
     /// Its IOMMU group, if others of it are lent, too.
@@ -306,6 +310,7 @@ impl Registry {
             availability: Availability::Available,
             revoked: Revocation::NotLent,
             medium: None,
+            shared: None,
             runs_on: false,
             group: None,
             kept: None,
@@ -447,27 +452,6 @@ impl Registry {
     pub(crate) fn set_problem(&self, id: &DeviceId, problem: Option<String>) {
         if let Some(slot) = self.lock().slots.get_mut(id) {
             slot.problem = problem;
-        }
-    }
-
-    /// The devices of this lender whose medium `id` has: itself, and those that share it.
-    pub(crate) fn on_medium_of(&self, id: &DeviceId) -> Result<Vec<DeviceId>, RemoteError> {
-        let records = self.lock();
-        let medium = records.slots.get(id).ok_or_else(|| unknown(id))?.medium;
-        let medium = medium.filter(|medium| !medium.is_empty());
-        let has_it = |(other, slot): &(&DeviceId, &Slot)| {
-            *other == id || medium.is_some() && slot.medium == medium
-        };
-        let found = records.slots.iter().filter(has_it);
-        Ok(found.map(|(id, _)| id.clone()).collect())
-    }
-
-    /// Sets the summary of a device, which is not what tells it from another.
-    pub(crate) fn set_summary(&self, id: &DeviceId, summary: String) {
-        if let Some(slot) = self.lock().slots.get_mut(id) {
-            let described = Arc::make_mut(&mut slot.described);
-            described.description.summary.clone_from(&summary);
-            slot.summary = summary;
         }
     }
 

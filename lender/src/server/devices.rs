@@ -25,6 +25,7 @@ use crate::{
     open::{OpenedDevice, open_model, open_server},
     refusals::{failed, invalid, limit},
     registry::{DeviceRequest, Registry, Viewer},
+    requests::ANSWER_TIMEOUT,
     source::Resized,
     worker::Workers,
 };
@@ -146,6 +147,11 @@ impl Devices {
             ),
             None => {}
         }
+        if let Lendable::InWorker(device) = &device
+            && let Some(shared) = device.shared()
+        {
+            self.registry.set_shared(&id, shared);
+        }
         let started = threads.start(format!("dev-{id}"), move || device_loop.run(device));
         if let Err(error) = started {
             // It is not lent.
@@ -210,7 +216,28 @@ impl Devices {
             self.withdraw(&id);
             return Err(invalid(Chain(&error).to_string()));
         }
+        if let Err(error) = self.make_sizes_equal(&id) {
+            // Fails if it has been lent since.
+            if let Err(error) = self.remove(&id, ANSWER_TIMEOUT) {
+                log::error!("{error}");
+            }
+            return Err(error);
+        }
         log::info!("lending {id} ({summary}), added by {identity}");
+        Ok(())
+    }
+
+    /// Resizes all controllers of the namespace that the device `id` shares, if they have different sizes: its image has
+    /// grown between their openings.
+    pub(crate) fn make_sizes_equal(&self, id: &DeviceId) -> Result<(), RemoteError> {
+        if !self.registry.sizes_differ(id) {
+            return Ok(());
+        }
+        for ResizedDevice { device, from, to } in self.resize(id, ANSWER_TIMEOUT)? {
+            log::info!(
+                "device {device}: its disk has {to} bytes, and had {from}, as has the shared namespace"
+            );
+        }
         Ok(())
     }
 
@@ -265,7 +292,7 @@ impl Devices {
             };
             let resized = resized.recv_timeout(left).unwrap_or_else(late);
             let Resized { from, to, summary } = resized.map_err(|error| cannot(&id, error))?;
-            self.registry.set_summary(&id, summary);
+            self.registry.set_size(&id, to, summary);
             let device = id;
             Ok(ResizedDevice { device, from, to })
         };
@@ -335,3 +362,6 @@ fn first_generation() -> Generation {
     let since = SystemTime::UNIX_EPOCH.elapsed();
     Generation(since.map_or(0, |since| since.as_micros() as u64))
 }
+
+#[cfg(test)]
+mod tests;

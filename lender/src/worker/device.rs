@@ -26,6 +26,7 @@ use crate::{
     config,
     model::{check_model, not_flushed},
     refusals::{failed, invalid, no_disk},
+    registry::Shared,
     source::{Available, DeviceSource, Report, Resized},
     vfio::VfioDevice,
     vfio_user::ServerDevice,
@@ -287,6 +288,19 @@ impl WorkerDevice {
             }),
             Kind::Function(_) | Kind::Server(_) => None,
         }
+    }
+
+    /// The namespace, if it is shared.
+    pub(crate) fn shared(&self) -> Option<Shared> {
+        let Kind::Model(kind) = &self.device else {
+            return None;
+        };
+        let file = kind.reservations()?.shared.as_ref()?;
+        Some(Shared {
+            // Other devices may name it by another path.
+            file: file.canonicalize().unwrap_or_else(|_| file.clone()),
+            size: kind.image.as_ref()?.size,
+        })
     }
 
     /// The lease of `vm` has ended, with this last report and handle on the device.

@@ -199,7 +199,7 @@ fn devices_come_and_go_while_a_lender_runs() {
 }
 
 #[test]
-fn what_has_no_size_is_not_resized() {
+fn a_device_without_a_disk_is_not_resized() {
     let lender = Running::new();
     for (id, fault) in [(DEVICE, "cannot resize device dma0"), ("disk7", "disk7")] {
         let device = id.parse().unwrap();
