@@ -111,7 +111,6 @@ fn virtio_saved() -> VirtioSaved {
         pairs: 0,
         size: 1 << 40,
         generation: 9,
-        config_changed: true,
     }
 }
 

@@ -144,7 +144,7 @@ pub(super) struct Transport {
     queues: Vec<QueueState>,
     /// Of the device's configuration (4.1.4.3.1).
     generation: u8,
-    /// It has changed since the driver was notified of that.
+    /// The driver is to be notified that it has changed. Not saved: each process notifies it anew.
     config_changed: bool,
     isr: u8,
     /// The level of the INTx line.
@@ -498,10 +498,14 @@ impl Transport {
         self.changed = true;
     }
 
+    /// Has the driver notified again of a configuration that has changed before.
+    pub(super) fn repeat_config_change(&mut self) {
+        self.config_changed = true;
+    }
+
     /// Notifies the driver of a changed configuration (2.5.3), of a device that [is running](Self::is_running).
     pub(super) fn notify_config_change(&mut self, irq: &mut dyn Interrupts) {
         if std::mem::take(&mut self.config_changed) {
-            self.changed = true;
             self.interrupt(ISR_CONFIG, self.config_vector, irq);
         }
     }

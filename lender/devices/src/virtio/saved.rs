@@ -34,8 +34,6 @@ pub(crate) struct Saved {
     pub(crate) size: u64,
     /// The generation of the configuration.
     pub(crate) generation: u8,
-    /// The driver has yet to be notified that it has changed.
-    pub(crate) config_changed: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

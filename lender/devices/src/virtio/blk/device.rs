@@ -100,7 +100,10 @@ impl Device for VirtioBlk {
     }
 
     fn resize(&mut self, size: u64) -> Result<(), ResizeError> {
-        self.grow(size)?;
+        if !self.grow(size)? {
+            // The driver may have missed the interrupt for a former order.
+            self.transport.repeat_config_change();
+        }
         self.save_changes();
         Ok(())
     }

@@ -289,17 +289,18 @@ impl VirtioBlk {
         self.slots.release(tag);
     }
 
-    /// The medium has grown to `size` bytes.
-    fn grow(&mut self, size: u64) -> Result<(), SizeError> {
+    /// The medium has grown to `size` bytes. Returns whether that is news.
+    fn grow(&mut self, size: u64) -> Result<bool, SizeError> {
         let from = self.sectors * SECTOR;
         check_growth(from, size, self.block_size)?;
-        if size > from {
+        let has_grown = size > from;
+        if has_grown {
             self.sectors = size / SECTOR;
             self.config[CAPACITY..CAPACITY + 8].copy_from_slice(&self.sectors.to_le_bytes());
             self.medium.grow(size);
             self.transport.config_changed();
         }
-        Ok(())
+        Ok(has_grown)
     }
 
     /// Takes the size that the lender of a medium in another host reports. One that the disk cannot have has no effect: that

@@ -46,7 +46,6 @@ impl Transport {
             queues: queues.filter(|it| !reset(it)).collect(),
             msix_table: self.msix_table.to_vec(),
             generation: self.generation,
-            config_changed: self.config_changed,
             ..of_device
         };
         self.state.save(saved);
@@ -89,7 +88,8 @@ impl Transport {
         self.config_vector = saved.config_vector;
         self.status = saved.status;
         self.queue_select = saved.queue_select;
-        self.config_changed = saved.config_changed;
+        // An interrupt may have been lost. It does no harm if the configuration has not changed.
+        self.config_changed = saved.status & DRIVER_OK != 0;
         for queue in &saved.queues {
             self.restore_queue(queue, words, is_vector(queue.vector))?;
         }

@@ -90,10 +90,10 @@ fn the_driver_is_notified_and_reads_the_capacity() {
     assert_eq!(transfer(&mut driver, IMAGE), OK);
     assert_eq!(transfer(&mut driver, IMAGE + MIB - 4096), OK);
     assert_eq!(transfer(&mut driver, IMAGE + MIB), IOERR);
-    // The size that it has already is no change.
+    // A repeated order notifies the driver again: it may have missed the interrupt.
     driver.irq.raised.clear();
     grow(&mut driver, IMAGE + MIB);
-    assert_eq!((changes(&mut driver), generation(&mut driver)), (0, 1));
+    assert_eq!((changes(&mut driver), generation(&mut driver)), (1, 1));
     // By the line, with its cause.
     driver.irq.intx = true;
     grow(&mut driver, IMAGE + 2 * MIB);
@@ -179,7 +179,8 @@ fn the_next_process_has_no_smaller_disk() {
     for _ in 0..2 {
         driver.device.detach_state();
         driver.restart();
-        assert_eq!(changes(&mut driver), 0, "the driver knows");
+        // The interrupt of the former process may have been lost.
+        assert_eq!(changes(&mut driver), 1);
         assert_eq!(size(&mut driver), IMAGE + MIB);
     }
     driver.device.detach_state();
