@@ -140,7 +140,11 @@ impl Events {
         match page {
             super::logs::ERROR_INFORMATION => self.masked[Kind::Error as usize] = false,
             super::logs::HEALTH => self.masked[Kind::Health as usize] = false,
-            super::logs::CHANGED_NAMESPACES => self.masked[Kind::Notice as usize] = false,
+            super::logs::CHANGED_NAMESPACES => {
+                // A pending event has the change that was in the list, which is empty from now on.
+                self.pending[Kind::Notice as usize] = None;
+                self.masked[Kind::Notice as usize] = false;
+            }
             _ => {}
         }
     }

@@ -151,6 +151,19 @@ fn events_are_masked_until_the_list_is_read() {
 }
 
 #[test]
+fn reading_the_list_drops_the_event_that_no_request_has_taken() {
+    let mut driver = Driver::ready_with(|_| {});
+    assert_eq!(driver.set_feature(0x0b, NOTICES).status, OK);
+    grow(&mut driver, IMAGE + MIB);
+    assert_eq!(changed(&mut driver), 1);
+    driver.submit_as(0, Sqe::new(0x0c), EVENT);
+    expect_no_event(&mut driver);
+    grow(&mut driver, IMAGE + 2 * MIB);
+    expect_event(&mut driver, EVENT);
+    assert_eq!(changed(&mut driver), 1);
+}
+
+#[test]
 fn a_driver_that_does_not_want_the_event_finds_the_size() {
     let mut driver = Driver::ready_with(|_| {});
     assert_eq!(driver.set_feature(0x0b, 0xff).status, OK);
