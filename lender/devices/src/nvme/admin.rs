@@ -293,8 +293,12 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
             }
         }
         _ => {
+            let noticed = nvme.features.notices_namespaces();
             let result = nvme.features.set(feature, command.cdw(11))?;
             nvme.raise_warnings(nvme.warnings());
+            if !noticed && nvme.logs.namespace_changed {
+                nvme.raise_change();
+            }
             Ok(Outcome::Done(result))
         }
     }

@@ -164,6 +164,21 @@ fn reading_the_list_drops_the_event_that_no_request_has_taken() {
 }
 
 #[test]
+fn a_change_before_the_event_is_enabled_is_reported() {
+    let mut driver = Driver::ready_with(|_| {});
+    grow(&mut driver, IMAGE + MIB);
+    listen(&mut driver);
+    expect_event(&mut driver, EVENT);
+    // Once, until the list is read.
+    assert_eq!(driver.set_feature(0x0b, NOTICES).status, OK);
+    expect_no_event(&mut driver);
+    assert_eq!(changed(&mut driver), 1);
+    assert_eq!(driver.set_feature(0x0b, 0).status, OK);
+    assert_eq!(driver.set_feature(0x0b, NOTICES).status, OK);
+    expect_no_event(&mut driver);
+}
+
+#[test]
 fn a_driver_that_does_not_want_the_event_finds_the_size() {
     let mut driver = Driver::ready_with(|_| {});
     assert_eq!(driver.set_feature(0x0b, 0xff).status, OK);
