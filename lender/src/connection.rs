@@ -12,8 +12,7 @@ use farside_error_chain::Chain;
 use farside_fabric::{AdapterUsage, NtbLimits, soft::Adapter};
 use farside_lender_protocol::{
     Channel, ChannelError, Envelope, ErrorKind, Identity, LimitUse, MAX_DEVICES, MAX_REVOKE_LIMIT,
-    RegisterToken, RemoteError, Reply, Request, ResizedDevice, Resource, STATE_PAGE, TOKEN_LIFE,
-    Transport,
+    RegisterToken, RemoteError, Reply, Request, Resource, STATE_PAGE, TOKEN_LIFE, Transport,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -294,12 +293,7 @@ fn operate(
         }
         Request::AddDevice { table } => devices.add(&table, identity)?,
         Request::ResizeDevice { device } => {
-            let resized = devices.resize(&device, ANSWER_TIMEOUT)?;
-            for ResizedDevice { device, from, to } in &resized {
-                log::info!(
-                    "device {device}: its disk has {to} bytes, and had {from}, by {identity}"
-                );
-            }
+            let resized = devices.resize(&device, &format_args!("by {identity}"))?;
             return Ok(Reply::Resized(resized));
         }
         Request::RemoveDevice { device } => {

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fmt::Display,
     io,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -29,6 +30,9 @@ use crate::{
     source::Resized,
     worker::Workers,
 };
+
+/// Most devices that an error names as grown: a message is bounded.
+const MAX_NAMED: usize = 16;
 
 /// The devices that a lender lends.
 pub(crate) struct Devices {
@@ -233,12 +237,8 @@ impl Devices {
         if !self.registry.sizes_differ(id) {
             return Ok(());
         }
-        for ResizedDevice { device, from, to } in self.resize(id, ANSWER_TIMEOUT)? {
-            log::info!(
-                "device {device}: its disk has {to} bytes, and had {from}, as has the shared namespace"
-            );
-        }
-        Ok(())
+        let why = "as the namespace that it shares";
+        self.resize(id, &why).map(drop)
     }
 
     /// Ends the thread of a device that is not lent, and forgets it.
@@ -263,42 +263,68 @@ impl Devices {
         Ok(())
     }
 
-    /// Has the disk of a device grow to the size of its medium, and each other device that has the same one.
+    /// Has the disk of a device grow to the size of its medium, and each other device that has the same one. Logs each,
+    /// `why`.
+    ///
+    /// # Errors
+    /// One or more cannot be resized: the message names those that are.
     pub(crate) fn resize(
         &self,
         id: &DeviceId,
-        patience: Duration,
+        why: &dyn Display,
     ) -> Result<Vec<ResizedDevice>, RemoteError> {
         let cannot = |id: &DeviceId, error: RemoteError| {
             let message = format!("cannot resize device {id}: {}", error.message);
             RemoteError { message, ..error }
         };
-        let until = Instant::now() + patience;
+        let until = Instant::now() + ANSWER_TIMEOUT;
         let order = |id: DeviceId| {
             let (reply, resized) = sync_channel(1);
             let request = DeviceRequest::Resize { to: None, reply };
-            let posted = self.registry.queue(&id)?.post(request);
-            posted.map_err(|error| cannot(&id, error))?;
-            Ok((id, resized))
+            let queue = self.registry.queue(&id);
+            let posted = queue.and_then(|queue| queue.post(request));
+            (id, posted.map(|()| resized))
         };
-        let devices = self.registry.on_medium_of(id)?.into_iter();
-        let ordered: Vec<_> = devices.map(order).collect::<Result<_, RemoteError>>()?;
-        let wait = |(id, resized): (DeviceId, Receiver<Result<Resized, RemoteError>>)| {
+        let wait = |resized: Receiver<Result<Resized, RemoteError>>| {
             let left = until.saturating_duration_since(Instant::now());
             let late = |_| {
                 Err(failed(format_args!(
-                    "it does not answer within {patience:?}: repeat the command"
+                    "it does not answer within {ANSWER_TIMEOUT:?}: repeat the command"
                 )))
             };
-            let resized = resized.recv_timeout(left).unwrap_or_else(late);
-            let Resized { from, to, summary } = resized.map_err(|error| cannot(&id, error))?;
-            self.registry.set_size(&id, to, summary);
-            let device = id;
-            Ok(ResizedDevice { device, from, to })
+            resized.recv_timeout(left).unwrap_or_else(late)
         };
-        // One that cannot be resized keeps none from it.
-        let resized: Vec<_> = ordered.into_iter().map(wait).collect();
-        resized.into_iter().collect()
+        let devices = self.registry.on_medium_of(id)?;
+        let ordered: Vec<_> = devices.into_iter().map(order).collect();
+        let (mut resized, mut failures) = (Vec::new(), Vec::new());
+        for (device, posted) in ordered {
+            match posted.and_then(wait) {
+                Ok(Resized { from, to, summary }) => {
+                    log::info!("device {device}: its disk has {to} bytes, and had {from}, {why}");
+                    self.registry.set_size(&device, to, summary);
+                    resized.push(ResizedDevice { device, from, to });
+                }
+                Err(error) => {
+                    let error = cannot(&device, error);
+                    log::warn!("{error}");
+                    failures.push(error);
+                }
+            }
+        }
+        let others = failures.len().saturating_sub(1);
+        let Some(mut error) = failures.into_iter().next() else {
+            return Ok(resized);
+        };
+        let grown = resized.iter().filter(|it| it.from != it.to);
+        for ResizedDevice { device, to, .. } in grown.take(MAX_NAMED) {
+            let grown = format!("; device {device} has grown to {to} bytes");
+            error.message.push_str(&grown);
+        }
+        if others > 0 {
+            let others = format!("; the lender's log names {others} more that cannot be resized");
+            error.message.push_str(&others);
+        }
+        Err(error)
     }
 
     /// Refuses other peers than root and the lender's own user, and connections of a VM.

@@ -2,10 +2,13 @@
 
 use std::{fs::File, path::Path};
 
+use farside_lender_protocol::Described;
+
 use super::*;
 use crate::{
     fences::FenceBook,
     keeper::Keeper,
+    registry::{RequestQueue, Shared},
     worker::{Program, Workers},
 };
 
@@ -91,6 +94,45 @@ fn controllers_of_one_file_of_reservations_have_one_medium() {
         id
     });
     assert_eq!(devices.registry.on_medium_of(&ids[1]).unwrap(), ids);
+    devices.stop.raise();
+    devices.join(Duration::from_secs(20));
+}
+
+#[test]
+fn a_resize_that_fails_in_part_names_what_has_grown() {
+    let directory = tempfile::tempdir().unwrap();
+    let [image, file] = ["image", "reservations"].map(|it| directory.path().join(it));
+    let medium = File::create(&image).unwrap();
+    medium.set_len(MIB).unwrap();
+    let devices = devices();
+    for id in ["disk1", "disk3"] {
+        add(&devices, id, &image, &file).unwrap();
+    }
+    // As another device of the image, whose thread has ended.
+    let (queue, _) = sync_channel(1);
+    let queue = RequestQueue::new(queue, Wakeup::new().unwrap());
+    let stuck: DeviceId = "disk2".parse().unwrap();
+    let described = devices.registry.described(&"disk1".parse().unwrap());
+    let described = Described::clone(&described.unwrap());
+    let access = Access::new(&stuck, 0, Vec::new());
+    let registry = &devices.registry;
+    registry
+        .add(&stuck, "model", described, queue, access, Generation(0))
+        .unwrap();
+    let size = MIB;
+    let file = file.canonicalize().unwrap();
+    registry.set_shared(&stuck, Shared { file, size });
+
+    medium.set_len(2 * MIB).unwrap();
+    let error = devices.resize(&stuck, &"as a test").unwrap_err();
+    for part in [
+        "cannot resize device disk2: the device's thread has stopped",
+        "; device disk1 has grown to 2097152 bytes; device disk3 has grown to 2097152 bytes",
+    ] {
+        assert!(error.message.contains(part), "no {part:?} in {error}");
+    }
+    let sizes = ["disk1", "disk3"].map(|id| summary(&devices, id));
+    assert_eq!(sizes, ["farside NVMe, 2 MiB"; 2]);
     devices.stop.raise();
     devices.join(Duration::from_secs(20));
 }
