@@ -7,7 +7,7 @@ use std::{fs::File, io, path::Path, sync::Arc};
 use farside_daemon::{DeviceId, VmName};
 use farside_devices::{
     Device,
-    block::{Image, ImageId, SizeError},
+    block::{GrowError, Image, ImageId, SizeError},
     dma_test, nvme, state,
 };
 use farside_error_chain::Chain;
@@ -80,8 +80,16 @@ impl ModelKind {
         };
         let image = image.as_mut().ok_or_else(no_disk)?;
         let from = image.grow(block_size).map_err(|error| {
-            let remedy = remedy(error, path);
-            invalid(format!("image {}: {error}; {remedy}", path.display()))
+            let message = format!(
+                "image {}: {}; {}",
+                path.display(),
+                Chain(&error),
+                remedy(&error, path)
+            );
+            match error {
+                GrowError::Io(_) => failed(message),
+                GrowError::Size(_) => invalid(message),
+            }
         })?;
         let Description { summary, .. } = describe(image.size);
         described.description.summary.clone_from(&summary);
@@ -101,17 +109,18 @@ impl ModelKind {
     }
 }
 
-/// What to do about a size that a disk cannot have.
-fn remedy(error: SizeError, path: &Path) -> String {
+/// The remedy for an image that does not grow.
+fn remedy(error: &GrowError, path: &Path) -> String {
     let path = path.display();
     match error {
-        SizeError::Shrinks { from, .. } => format!(
+        GrowError::Io(_) => "see the kernel log for errors of the device".to_owned(),
+        GrowError::Size(SizeError::Shrinks { from, .. }) => format!(
             "give it its size again (of a file, `truncate -s {from} {path}`), or lend it anew (`farside lend --remove`, then `--add`)"
         ),
-        SizeError::NotMultiple { block_size, .. } => {
+        GrowError::Size(SizeError::NotMultiple { block_size, .. }) => {
             format!("make it longer (of a file, `truncate -s %{block_size} {path}`)")
         }
-        SizeError::TooLarge { .. } => "make it shorter".to_owned(),
+        GrowError::Size(SizeError::TooLarge { .. }) => "make it shorter".to_owned(),
     }
 }
 

@@ -50,7 +50,7 @@ pub use lent::{Ended, LentMedium, Turn};
 pub use limits::{LEAST_BANDWIDTH, LEAST_IOPS, Limits, LimitsError};
 pub use network::{MediumKeeper, Notice, RemoteMedium, Supply, remote_medium};
 pub use serial::SERIAL_LEN;
-pub use size::{MAX_SIZE, SizeError, check_growth};
+pub use size::{GrowError, MAX_SIZE, SizeError, check_growth};
 pub use tap::{Offloads, TAP_SIZE, Tap, TapError};
 
 use engine::{Engine, RawOp};

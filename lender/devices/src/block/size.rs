@@ -20,6 +20,17 @@ pub enum SizeError {
     TooLarge { from: u64, to: u64 },
 }
 
+/// Why an image keeps its size.
+#[derive(Debug, thiserror::Error)]
+pub enum GrowError {
+    /// The size of the medium cannot be read.
+    #[error("cannot read the size of the medium")]
+    Io(#[source] std::io::Error),
+    /// The disk cannot have that size.
+    #[error(transparent)]
+    Size(#[from] SizeError),
+}
+
 /// Checks that a disk of `from` bytes may have `to` from now on.
 ///
 /// # Errors
