@@ -107,11 +107,15 @@ fn change(args: &Lend) -> anyhow::Result<()> {
         println!("{device} is no longer lent");
     }
     for device in &args.resize {
-        for ResizedDevice { device, from, to } in client.resize_device(device)? {
+        let (resized, more) = client.resize_device(device)?;
+        for ResizedDevice { device, from, to } in resized {
             match from == to {
                 true => println!("{device} has {}, as before", Size(to)),
                 false => println!("{device} has {} (was {})", Size(to), Size(from)),
             }
+        }
+        if more > 0 {
+            println!("so have {more} other devices, which the lender's log names");
         }
     }
     if !args.add {

@@ -70,8 +70,8 @@ pub use limits::{LimitUse, Resource};
 pub use listener::Listener;
 pub use message::{
     BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, Envelope, ErrorKind, Generation,
-    MAX_REVOKE_LIMIT, MediumLease, ROM_PART, RamRange, RegisterToken, Registers, RemoteError,
-    Reply, Request, ResizedDevice, Revocation, TOKEN_LIFE, Transport, VERSION,
+    MAX_RESIZED, MAX_REVOKE_LIMIT, MediumLease, ROM_PART, RamRange, RegisterToken, Registers,
+    RemoteError, Reply, Request, ResizedDevice, Revocation, TOKEN_LIFE, Transport, VERSION,
 };
 pub use secret::Secret;
 pub use state::{Keeping, STATE_PAGE, served};

@@ -340,8 +340,16 @@ pub enum Reply {
     /// To `Rom`; empty at the end of the ROM.
     Rom(Vec<u8>),
     /// To `ResizeDevice`.
-    Resized(Vec<ResizedDevice>),
+    Resized {
+        /// Up to [`MAX_RESIZED`] of the devices.
+        devices: Vec<ResizedDevice>,
+        /// The number of the others.
+        more: u32,
+    },
 }
+
+/// Most devices of a [`Reply::Resized`]: a message is bounded.
+pub const MAX_RESIZED: usize = 256;
 
 /// The size of a device's disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -37,11 +37,14 @@ impl Client {
         self.done(Request::RemoveDevice { device }, &[])
     }
 
-    /// See [`Request::ResizeDevice`].
-    pub fn resize_device(&mut self, device: &DeviceId) -> Result<Vec<ResizedDevice>, CallError> {
+    /// See [`Request::ResizeDevice`]. Returns the devices, and the number of those that the reply does not name.
+    pub fn resize_device(
+        &mut self,
+        device: &DeviceId,
+    ) -> Result<(Vec<ResizedDevice>, u32), CallError> {
         let device = device.to_owned();
         match self.call(Request::ResizeDevice { device }, &[])? {
-            (Reply::Resized(devices), _) => Ok(devices),
+            (Reply::Resized { devices, more }, _) => Ok((devices, more)),
             (other, _) => Err(self.unexpected(&other)),
         }
     }
