@@ -325,7 +325,7 @@ fn a_disk_takes_the_size_of_its_image_unless_that_is_no_size_for_it() {
 }
 
 /// Orders a lease's worker, of that version, to resize its disk, and kills it. Returns the answer to the requester, and the
-/// size that is recorded for the next broker.
+/// record for the next broker at the time at which the worker had no order yet.
 fn resize_and_kill(version: u32) -> (Result<Resized, RemoteError>, String) {
     let (image, mut device) = disk();
     let (ends, ended) = mpsc::channel();
@@ -333,7 +333,7 @@ fn resize_and_kill(version: u32) -> (Result<Resized, RemoteError>, String) {
     let quota = Budget::of_this_process().shared_by(1).into();
     let id = "disk0".parse().unwrap();
     let made = DeviceLoop::new(id, home, Wakeup::new().unwrap(), Duration::ZERO, quota);
-    let (mut owner, queue) = made.unwrap();
+    let (mut owner, _queue) = made.unwrap();
     let lease = lease(1);
     let of = (lease.vm.clone(), lease.generation);
     let started = device.start(entry("disk0"), 0, lease);
@@ -342,11 +342,19 @@ fn resize_and_kill(version: u32) -> (Result<Resized, RemoteError>, String) {
     lease.record = record;
     lease.record.as_mut().unwrap().lease.worker = version;
     image.as_file().set_len(2 * MIB).unwrap();
+    let (ours, mut theirs) = Channel::pair().unwrap();
+    lease.worker.orders = ours;
     let (reply, resized) = mpsc::sync_channel(1);
-    let request = DeviceRequest::Resize { to: None, reply };
-    queue.post(request).unwrap();
-    lease.take_request();
+    let ordered = lease.resize(reply);
+    // Before the order is sent.
     let served = format!("{:?}", lease.record.as_ref().unwrap().lease.served);
+    assert!(theirs.try_receive::<Numbered<Order>>().unwrap().is_none());
+    if let Some((order, waiting)) = ordered {
+        lease.order(order, waiting);
+        let received = theirs.try_receive::<Numbered<Order>>().unwrap();
+        let ((_, order), _) = received.unwrap();
+        assert!(matches!(order, Order::Resize { to } if to == 2 * MIB));
+    }
     lease.worker.kill();
     assert!(lease.run());
     assert_eq!(
