@@ -318,6 +318,10 @@ impl DeviceLoop {
                 let _ = reply.try_send(checked);
                 None
             }
+            DeviceRequest::TakeSize(reply) => {
+                let _ = reply.try_send(device.source().take_size());
+                None
+            }
             DeviceRequest::Resize { to, reply } => {
                 let _ = reply.try_send(device.source().resize(to));
                 None

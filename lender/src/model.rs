@@ -127,16 +127,13 @@ impl Available for ModelDevice {
         self.device.problem()
     }
 
-    /// The lender's process knows the size, and the former one.
-    fn resize(&mut self, to: Option<u64>) -> Result<Resized, RemoteError> {
-        let to = to.ok_or_else(|| unsupported("its leases have no process of their own"))?;
+    fn take_size(&mut self) -> Result<Resized, RemoteError> {
+        Err(unsupported("its leases have no process of their own"))
+    }
+
+    fn resize(&mut self, to: u64) -> Result<(), RemoteError> {
         let resized = self.device.resize(to);
-        resized.map_err(|error| invalid(error.to_string()))?;
-        Ok(Resized {
-            from: to,
-            to,
-            summary: String::new(),
-        })
+        resized.map_err(|error| invalid(error.to_string()))
     }
 
     fn report(&self) -> Report {

@@ -62,10 +62,13 @@ pub(crate) enum DeviceRequest {
         generation: Generation,
         until: Instant,
     },
-    /// Have the device's disk grow, see [`Available::resize`](crate::source::Available::resize), and its borrower notified.
+    /// Take the size of the medium, see [`Available::take_size`](crate::source::Available::take_size), and have the borrower
+    /// notified.
+    TakeSize(mpsc::SyncSender<Result<Resized, RemoteError>>),
+    /// To a worker: see [`Available::resize`](crate::source::Available::resize).
     Resize {
-        to: Option<u64>,
-        reply: mpsc::SyncSender<Result<Resized, RemoteError>>,
+        to: u64,
+        reply: mpsc::SyncSender<Result<(), RemoteError>>,
     },
     /// The borrower of this lease of a medium goes on over another connection: end the lease.
     Supersede { generation: Generation },

@@ -34,7 +34,7 @@ pub(crate) trait Available: Send {
     /// The kind of device source, for display.
     fn kind(&self) -> &'static str;
 
-    /// The device's description. Constant.
+    /// The device's description. Constant but for the summary, which names the size of a disk.
     fn described(&self) -> &Described;
 
     /// Its expansion ROM; empty if it has none, or that cannot be read now. Constant.
@@ -62,8 +62,13 @@ pub(crate) trait Available: Send {
     /// Counters, and the faults of the last lease.
     fn report(&self) -> Report;
 
-    /// Takes the size to which its disk has grown: `to` bytes, or what its medium has.
-    fn resize(&mut self, _to: Option<u64>) -> Result<Resized, RemoteError> {
+    /// Takes the size that its medium has now: of a device whose medium this process has opened.
+    fn take_size(&mut self) -> Result<Resized, RemoteError> {
+        Err(no_disk())
+    }
+
+    /// Takes the size that the process with the medium has ordered, and notifies the guest: of a device in a worker.
+    fn resize(&mut self, _to: u64) -> Result<(), RemoteError> {
         Err(no_disk())
     }
 

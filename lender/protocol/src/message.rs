@@ -406,8 +406,7 @@ pub struct Described {
 }
 
 impl Described {
-    /// Whether a guest cannot tell the two apart: all but the summary is the same, which is for people, and names the size of
-    /// a disk.
+    /// Compares all but the summaries, which name the size of a disk: that may grow, and the device is the same.
     pub fn is_same_to_guests(&self, other: &Self) -> bool {
         let same = Self {
             description: Description {

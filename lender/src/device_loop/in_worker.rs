@@ -25,7 +25,7 @@ use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
 use goes_on::not_begun;
 
 use crate::{
-    refusals::{failed, internal},
+    refusals::{failed, internal, no_disk},
     registry::{DeviceRequest, GrantedChain, Lease, MAX_REQUESTS, Release},
     source::{Available, Report, Resized},
     worker::{
@@ -408,10 +408,15 @@ impl<'a> WorkerLease<'a> {
                 DeviceRequest::HandOver { fence, reply } => {
                     (Order::HandOver { fence }, Waiting::HandOver(fence, reply))
                 }
-                DeviceRequest::Resize { reply, .. } => match self.resize(reply) {
+                DeviceRequest::TakeSize(reply) => match self.resize(reply) {
                     Some(ordered) => ordered,
                     None => continue,
                 },
+                // The worker has the order from this process.
+                DeviceRequest::Resize { reply, .. } => {
+                    let _ = reply.try_send(Err(no_disk()));
+                    continue;
+                }
                 DeviceRequest::Check {
                     vm,
                     transport,

@@ -280,9 +280,8 @@ impl Devices {
         let until = Instant::now() + ANSWER_TIMEOUT;
         let order = |id: DeviceId| {
             let (reply, resized) = sync_channel(1);
-            let request = DeviceRequest::Resize { to: None, reply };
             let queue = self.registry.queue(&id);
-            let posted = queue.and_then(|queue| queue.post(request));
+            let posted = queue.and_then(|queue| queue.post(DeviceRequest::TakeSize(reply)));
             (id, posted.map(|()| resized))
         };
         let wait = |resized: Receiver<Result<Resized, RemoteError>>| {

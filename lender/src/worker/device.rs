@@ -62,7 +62,7 @@ pub(super) struct ModelKind {
 
 impl ModelKind {
     /// Takes the size that the medium of a disk has.
-    fn resize(&mut self) -> Result<Resized, RemoteError> {
+    fn take_size(&mut self) -> Result<Resized, RemoteError> {
         let Self {
             model,
             image,
@@ -425,11 +425,11 @@ impl Available for WorkerDevice {
         flushed.map_err(|error| not_flushed(&self.id, &error))
     }
 
-    fn resize(&mut self, _to: Option<u64>) -> Result<Resized, RemoteError> {
+    fn take_size(&mut self) -> Result<Resized, RemoteError> {
         let Kind::Model(kind) = &mut self.device else {
             return Err(no_disk());
         };
-        kind.resize()
+        kind.take_size()
     }
 
     fn report(&self) -> Report {

@@ -338,11 +338,8 @@ fn ask(queue: &RequestQueue, generation: Generation, order: Order) -> Answer {
         Order::Resize { to } => wait(
             queue,
             ANSWER_TIMEOUT,
-            |reply| DeviceRequest::Resize {
-                to: Some(to),
-                reply,
-            },
-            |resized| Answer::Resized(resized.map(drop)),
+            |reply| DeviceRequest::Resize { to, reply },
+            Answer::Resized,
         ),
         Order::Start(_) => Answer::Nothing,
     }

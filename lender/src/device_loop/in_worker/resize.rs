@@ -43,7 +43,7 @@ impl WorkerLease<'_> {
                 record.lease.pid
             )));
         }
-        let resized = self.device.resize(None)?;
+        let resized = self.device.take_size()?;
         if let Some(record) = &mut self.record {
             record.resized(resized.to);
         }

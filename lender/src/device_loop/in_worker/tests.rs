@@ -303,7 +303,7 @@ fn a_disk_takes_the_size_of_its_image_unless_that_is_no_size_for_it() {
     let path = image.path().display().to_string();
     let mut resize = |len| {
         image.as_file().set_len(len).unwrap();
-        let resized = device.resize(None);
+        let resized = device.take_size();
         let shown = device.described().description.summary.clone();
         (resized.map(|it| (it.from, it.to)), shown)
     };
