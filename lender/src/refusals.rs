@@ -57,7 +57,7 @@ pub(crate) fn failed(why: impl std::fmt::Display) -> RemoteError {
     }
 }
 
-/// The refusal to resize what has no size.
+/// The refusal to resize a device without a disk.
 pub(crate) fn no_disk() -> RemoteError {
     unsupported(
         "only NVMe and virtio-blk models on an image or a block device have a size that can change",

@@ -34,7 +34,7 @@ use farside_pci::Description;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResizeError {
     /// It has no medium.
-    #[error("it is no disk")]
+    #[error("the device is not a disk")]
     NoDisk,
     /// Its disk cannot have that size.
     #[error(transparent)]

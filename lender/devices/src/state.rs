@@ -250,9 +250,9 @@ pub enum StateError {
     /// The medium has fewer bytes than the guest has seen.
     #[error("the disk has {to} bytes, and the guest has seen {from}: a disk does not shrink")]
     Shrunk {
-        /// What the guest has seen.
+        /// Bytes that the guest has seen.
         from: u64,
-        /// What the medium has.
+        /// Bytes of the medium.
         to: u64,
     },
     /// A value that no model has.

@@ -8,15 +8,17 @@ pub const MAX_SIZE: u64 = i64::MAX as u64;
 #[allow(missing_docs, reason = "the fields are what the messages name")]
 pub enum SizeError {
     /// Its guest may use all of what it has.
-    #[error("it has {to} bytes, and borrowers have seen {from}: a disk does not shrink")]
+    #[error("the medium has {to} bytes, and borrowers have seen {from}: a disk does not shrink")]
     Shrinks { from: u64, to: u64 },
     /// The last block would be incomplete.
     #[error(
-        "it has {to} bytes, which is not a multiple of the block size, {block_size} bytes: borrowers see {from} bytes"
+        "the medium has {to} bytes, which is not a multiple of the block size, {block_size} bytes: borrowers see {from} bytes"
     )]
     NotMultiple { from: u64, to: u64, block_size: u32 },
     /// No file has as many.
-    #[error("it has {to} bytes, at most {MAX_SIZE} are possible: borrowers see {from} bytes")]
+    #[error(
+        "the medium has {to} bytes, more than the maximum, {MAX_SIZE}: borrowers see {from} bytes"
+    )]
     TooLarge { from: u64, to: u64 },
 }
 

@@ -32,11 +32,13 @@ impl Nvme {
         }
     }
 
-    /// Takes the size that the lender of a medium in another host reports. One that the disk cannot have has no effect: that
-    /// lender is not trusted.
+    /// Takes the size that [`BlockQueue::take_size`](crate::block::BlockQueue::take_size) returns. Logs a size that the disk
+    /// cannot have, which has no effect.
     pub(super) fn take_growth(&mut self) {
         if let Some(Err(error)) = self.block.take_size().map(|size| self.grow(size)) {
-            self.log_guest_error(format_args!("the medium at the lender: {error}"));
+            self.log_guest_error(format_args!(
+                "ignored a size that the lender has reported: {error}"
+            ));
         }
     }
 }

@@ -367,7 +367,7 @@ fn a_lender_in_another_host_grows_a_disk() {
     assert_eq!(sizes(&mut driver), [IMAGE + MIB; 3]);
     expect_no_event(&mut driver);
     assert_eq!(changed(&mut driver), 1);
-    // One that grows all the time is looked at when the driver has read the list.
+    // A namespace that grows all the time raises the next event when the driver has read the list.
     for size in 2..100 {
         let size = IMAGE + size * MIB;
         far.post(Frame::Size { size }, Memory::NONE);
