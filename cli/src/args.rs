@@ -1,13 +1,14 @@
 //! The command line.
 
+mod disk;
+
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use farside_daemon::{DeviceId, LenderName, NameError, VmName};
-use farside_fabric::parse_size;
 use farside_host_pci::Filter;
-use farside_lender::config::{Borrower, Limits, Mac};
+use farside_lender::config::{Borrower, Mac};
 use farside_lender_protocol::Address;
 use farside_pci::Bdf;
 use farside_vm_config::{HostConfig, LoadError, parse_memory};
@@ -31,6 +32,8 @@ use crate::{
     values::MachineArg,
     vm_flags::VmFlags,
 };
+
+use disk::{Disk, parse_disk};
 
 /// Use a PCIe device of another host in a VM.
 ///
@@ -113,7 +116,7 @@ pub(crate) enum Verb {
 /// Lend devices: the daemon of a lending host
 ///
 /// Lends devices until it is stopped (Ctrl-C, SIGTERM); then revokes all leases. At SIGUSR1 it leaves
-/// those of VMs on this host to the next lender at the same --socket. With --add or --remove, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
+/// those of VMs on this host to the next lender at the same --socket. With --add, --remove or --resize, changes the devices of a lender that runs, until it stops: lender.toml stays as it is.
 #[derive(Debug, ClapArgs)]
 #[command(group(ArgGroup::new("device").args(["nvme", "virtio_blk", "virtio_net", "dma_test", "vfio", "vfio_user"]).multiple(true)))]
 pub(crate) struct Lend {
@@ -207,6 +210,14 @@ pub(crate) struct Lend {
         conflicts_with_all = ["add", "config", "device", "name", "listen", "announce", "ntb", "vfs", "poll_us"]
     )]
     pub(crate) remove: Vec<DeviceId>,
+    /// Have a disk grow to the size that its image or block device has now, at the lender that runs at --socket; may be given
+    /// more than once. The VM that has borrowed it sees that at once. So do those of other devices of the same image.
+    #[arg(
+        long,
+        value_name = "ID",
+        conflicts_with_all = ["add", "remove", "config", "device", "name", "listen", "announce", "ntb", "vfs", "poll_us"]
+    )]
+    pub(crate) resize: Vec<DeviceId>,
 }
 
 /// Addresses of lenders.
@@ -479,57 +490,6 @@ fn parse_vfs(text: &str) -> Result<(Bdf, u32), String> {
     Ok((of, count.parse().map_err(|_| wrong())?))
 }
 
-/// A disk to lend.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Disk {
-    pub(crate) id: DeviceId,
-    pub(crate) image: PathBuf,
-    pub(crate) read_only: bool,
-    pub(crate) limits: Limits,
-    /// Bytes of the controller memory buffer, of an NVMe device.
-    pub(crate) cmb: Option<u64>,
-    /// The guest writes doorbells without a trap, to an NVMe device.
-    pub(crate) mapped_doorbells: bool,
-    /// The file of reservations, of an NVMe device that shares its namespace.
-    pub(crate) shared: Option<PathBuf>,
-}
-
-/// Options are read from the end, as a path may contain commas.
-fn parse_disk(text: &str) -> Result<Disk, String> {
-    let mut rest = text;
-    let (mut read_only, mut mapped_doorbells) = (false, false);
-    let (mut limits, mut cmb, mut shared) = (Limits::default(), None, None);
-    while let Some((before, option)) = rest.rsplit_once(',') {
-        match option.split_once('=') {
-            None if option == "read-only" => read_only = true,
-            None if option == "mapped-doorbells" => mapped_doorbells = true,
-            Some(("iops", number)) => {
-                let wrong = |_| {
-                    format!("{option}: give a number, or name a path that ends so in lender.toml")
-                };
-                limits.iops = Some(number.parse().map_err(wrong)?);
-            }
-            Some(("cmb", size)) => cmb = Some(parse_size(size)?),
-            Some(("shared", path)) if !path.is_empty() => shared = Some(path.into()),
-            Some(("bandwidth", size)) => limits.bandwidth = Some(parse_size(size)?),
-            _ => break,
-        }
-        rest = before;
-    }
-    match rest.split_once('=') {
-        Some((id, image)) if !id.is_empty() && !image.is_empty() => Ok(Disk {
-            id: parse_id(id)?,
-            image: image.into(),
-            read_only,
-            limits,
-            cmb,
-            mapped_doorbells,
-            shared,
-        }),
-        _ => Err("give a device id and an image, as in disk0=/var/lib/farside/disk0.img".into()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
@@ -565,33 +525,6 @@ mod tests {
             let long = verb.get_long_about().map(ToString::to_string);
             let long = long.unwrap_or_default();
             assert!(long.contains(text), "no {text:?} in {path:?}: {long}");
-        }
-    }
-
-    #[test]
-    fn a_disk_is_an_id_and_an_image() {
-        let disk = |image: &str, read_only| Disk {
-            id: "a".parse().unwrap(),
-            image: image.into(),
-            read_only,
-            limits: Limits::default(),
-            cmb: None,
-            mapped_doorbells: false,
-            shared: None,
-        };
-        assert_eq!(parse_disk("a=b=c"), Ok(disk("b=c", false)));
-        assert_eq!(parse_disk("a=b,c,read-only"), Ok(disk("b,c", true)));
-        let limited =
-            parse_disk("a=b,c=1,bandwidth=20M,read-only,cmb=2M,shared=x,mapped-doorbells,iops=7");
-        let limited = limited.unwrap();
-        assert!(limited.mapped_doorbells);
-        assert_eq!((limited.image, limited.read_only), ("b,c=1".into(), true));
-        assert_eq!(limited.limits.iops, Some(7));
-        assert_eq!(limited.limits.bandwidth, Some(20 << 20));
-        assert_eq!(limited.cmb, Some(2 << 20));
-        assert_eq!(limited.shared, Some("x".into()));
-        for refused in ["a", "=b", "a=,read-only", "a=b,iops=x", "a=b,bandwidth=20X"] {
-            assert!(parse_disk(refused).is_err(), "{refused}");
         }
     }
 }

@@ -4,20 +4,20 @@ use std::{os::fd::AsFd, path::Path};
 
 use anyhow::{Context, bail, ensure};
 use farside_daemon::{Activated, DeviceId, cgroup, close_inherited, paths, ready};
-use farside_fabric::VmShare;
+use farside_fabric::{Size, VmShare};
 use farside_lender::{
     Lender,
     config::{Config, DeviceConfig, NtbConfig, Program, RomConfig, Source, VfioConfig, VfsConfig},
     run_keeper, run_worker,
 };
-use farside_lender_protocol::{Address, Client};
+use farside_lender_protocol::{Address, Client, ResizedDevice};
 use farside_vm_config::HostConfig;
 use toml::{Table, Value};
 
 use crate::{args::Lend, signals};
 
 pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
-    if args.add || !args.remove.is_empty() {
+    if args.add || !args.remove.is_empty() || !args.resize.is_empty() {
         return change(&args);
     }
     let activated = Activated::from_env()?;
@@ -98,13 +98,25 @@ pub(crate) fn keeper() -> anyhow::Result<()> {
     Ok(run_keeper(std::io::stdin().as_fd().try_clone_to_owned()?)?)
 }
 
-/// Adds devices to a running lender, or removes them.
+/// Adds devices to a running lender, removes or resizes them.
 fn change(args: &Lend) -> anyhow::Result<()> {
     let socket = args.socket.clone().unwrap_or_else(paths::lender_socket);
     let mut client = Client::connect(&socket.into(), None)?;
     for device in &args.remove {
         client.remove_device(device)?;
         println!("{device} is no longer lent");
+    }
+    for device in &args.resize {
+        let (resized, more) = client.resize_device(device)?;
+        for ResizedDevice { device, from, to } in resized {
+            match from == to {
+                true => println!("{device} has {}, as before", Size(to)),
+                false => println!("{device} has {} (was {})", Size(to), Size(from)),
+            }
+        }
+        if more > 0 {
+            println!("so have {more} other devices, which the lender's log names");
+        }
     }
     if !args.add {
         return Ok(());
@@ -310,6 +322,7 @@ mod tests {
         assert!(function.contains("restart the lender"), "{function}");
         assert!(fault(&["--name", "x"]).contains("cannot be used with"));
         assert!(fault(&["--remove", "x"]).contains("cannot be used with"));
+        assert!(fault(&["--resize", "x"]).contains("cannot be used with"));
         assert!(fault(&[]).contains("no device to add"));
     }
 }

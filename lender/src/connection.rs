@@ -11,8 +11,9 @@ use farside_devices::state;
 use farside_error_chain::Chain;
 use farside_fabric::{AdapterUsage, NtbLimits, soft::Adapter};
 use farside_lender_protocol::{
-    Channel, ChannelError, Envelope, ErrorKind, Identity, LimitUse, MAX_DEVICES, MAX_REVOKE_LIMIT,
-    RegisterToken, RemoteError, Reply, Request, Resource, STATE_PAGE, TOKEN_LIFE, Transport,
+    Channel, ChannelError, Envelope, ErrorKind, Identity, LimitUse, MAX_DEVICES, MAX_RESIZED,
+    MAX_REVOKE_LIMIT, RegisterToken, RemoteError, Reply, Request, Resource, STATE_PAGE, TOKEN_LIFE,
+    Transport,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -292,6 +293,12 @@ fn operate(
             registry.set_available(&device, available)?
         }
         Request::AddDevice { table } => devices.add(&table, identity)?,
+        Request::ResizeDevice { device } => {
+            let mut devices = devices.resize(&device, &format_args!("by {identity}"))?;
+            let more = devices.len().saturating_sub(MAX_RESIZED) as u32;
+            devices.truncate(MAX_RESIZED);
+            return Ok(Reply::Resized { devices, more });
+        }
         Request::RemoveDevice { device } => {
             devices.remove(&device, ANSWER_TIMEOUT)?;
             log::info!("device {device} is no longer lent, removed by {identity}");

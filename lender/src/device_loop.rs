@@ -318,6 +318,14 @@ impl DeviceLoop {
                 let _ = reply.try_send(checked);
                 None
             }
+            DeviceRequest::TakeSize(reply) => {
+                let _ = reply.try_send(device.source().take_size());
+                None
+            }
+            DeviceRequest::Resize { to, reply } => {
+                let _ = reply.try_send(device.source().resize(to));
+                None
+            }
             DeviceRequest::HandOver { fence, reply } => {
                 self.handovers.push((fence, reply));
                 None

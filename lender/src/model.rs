@@ -26,10 +26,10 @@ use farside_lender_protocol::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
-    refusals::{failed, internal, limit, no_medium, refused, unsupported},
+    refusals::{failed, internal, invalid, limit, no_medium, refused, unsupported},
     source::{
         Available, BorrowerMemory, DRAIN_TIMEOUT, DeviceSource, Irqs, Leased, LeasedDevice,
-        NotLeased, Report,
+        NotLeased, Report, Resized,
     },
     state_file::LeasePage,
 };
@@ -125,6 +125,15 @@ impl Available for ModelDevice {
 
     fn problem(&self) -> Option<&str> {
         self.device.problem()
+    }
+
+    fn take_size(&mut self) -> Result<Resized, RemoteError> {
+        Err(unsupported("its leases have no process of their own"))
+    }
+
+    fn resize(&mut self, to: u64) -> Result<(), RemoteError> {
+        let resized = self.device.resize(to);
+        resized.map_err(|error| invalid(error.to_string()))
     }
 
     fn report(&self) -> Report {

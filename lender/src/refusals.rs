@@ -57,6 +57,13 @@ pub(crate) fn failed(why: impl std::fmt::Display) -> RemoteError {
     }
 }
 
+/// The refusal to resize a device without a disk.
+pub(crate) fn no_disk() -> RemoteError {
+    unsupported(
+        "only NVMe and virtio-blk models on an image or a block device have a size that can change",
+    )
+}
+
 /// An exceeded limit of the fabric.
 pub(crate) fn limit(error: impl std::fmt::Display) -> RemoteError {
     RemoteError {

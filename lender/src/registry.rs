@@ -3,6 +3,7 @@
 mod grant;
 mod keep;
 mod revoke;
+mod sizes;
 mod viewer;
 
 use std::{
@@ -27,12 +28,13 @@ use crate::{
     chains::Kept,
     fences::{Claim, FenceBook},
     refusals::{failed, invalid, limit},
-    source::Report,
+    source::{Report, Resized},
     tokens::RegisterTokens,
 };
 pub(crate) use grant::Grant;
 use keep::end_chain;
 pub(crate) use keep::{DEFAULT_KEEP_AT_MOST, Going, GrantedChain};
+pub(crate) use sizes::Shared;
 pub(crate) use viewer::Viewer;
 
 /// A message to a device's thread.
@@ -59,6 +61,14 @@ pub(crate) enum DeviceRequest {
     Revoke {
         generation: Generation,
         until: Instant,
+    },
+    /// Take the size of the medium, see [`Available::take_size`](crate::source::Available::take_size), and have the borrower
+    /// notified.
+    TakeSize(mpsc::SyncSender<Result<Resized, RemoteError>>),
+    /// To a worker: see [`Available::resize`](crate::source::Available::resize).
+    Resize {
+        to: u64,
+        reply: mpsc::SyncSender<Result<(), RemoteError>>,
     },
     /// The borrower of this lease of a medium goes on over another connection: end the lease.
     Supersede { generation: Generation },
@@ -148,6 +158,8 @@ struct Slot {
     revoked: Revocation,
     /// The medium, if it can be told from others.
     medium: Option<ImageId>,
+    /// The namespace, if it is shared.
+    shared: Option<Shared>,
     /// It goes on as it runs when its worker is gone.
     runs_on: bool,
     /// Its IOMMU group, if others of it are lent, too.
@@ -301,6 +313,7 @@ impl Registry {
             availability: Availability::Available,
             revoked: Revocation::NotLent,
             medium: None,
+            shared: None,
             runs_on: false,
             group: None,
             kept: None,

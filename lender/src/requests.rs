@@ -289,7 +289,8 @@ fn answer_peer(
         request @ (Request::Revoke { .. }
         | Request::SetAvailable { .. }
         | Request::AddDevice { .. }
-        | Request::RemoveDevice { .. }) => Answer::Operate(request),
+        | Request::RemoveDevice { .. }
+        | Request::ResizeDevice { .. }) => Answer::Operate(request),
         Request::Registers { .. } => {
             return Err(invalid(
                 "Registers must be the first message of a connection".into(),

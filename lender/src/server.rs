@@ -239,8 +239,15 @@ impl Lender {
             stop,
             no_thread: RateLimit::new(),
         };
+        let devices = &lender.about.devices;
+        let ids: Vec<_> = opened.devices.iter().map(|it| it.id.clone()).collect();
         for device in opened.devices {
-            lender.about.devices.start(device)?;
+            devices.start(device)?;
+        }
+        for id in &ids {
+            if let Err(error) = devices.make_sizes_equal(id) {
+                log::error!("the controllers of a shared namespace have different sizes: {error}");
+            }
         }
         for listener in &lender.listeners {
             log::info!(

@@ -21,7 +21,11 @@ use farside_lender_protocol::{
 use farside_pci::Piece;
 use serde::{Deserialize, Serialize};
 
-use crate::{refusals::invalid, registry::GrantedChain, state_file::StateFile};
+use crate::{
+    refusals::{invalid, no_disk},
+    registry::GrantedChain,
+    state_file::StateFile,
+};
 
 /// Vectors of a function: 2048 of MSI-X, the most of any kind (PCIe 7.7.2), and INTx.
 const MAX_VECTORS: usize = 2049;
@@ -34,7 +38,7 @@ pub(crate) trait Available: Send {
     /// The kind of device source, for display.
     fn kind(&self) -> &'static str;
 
-    /// The device's description. Constant.
+    /// The device's description. Constant but for the summary, which names the size of a disk.
     fn described(&self) -> &Described;
 
     /// Its expansion ROM; empty if it has none, or that cannot be read now. Constant.
@@ -62,11 +66,30 @@ pub(crate) trait Available: Send {
     /// Counters, and the faults of the last lease.
     fn report(&self) -> Report;
 
+    /// Takes the size that its medium has now: of a device whose medium this process has opened.
+    fn take_size(&mut self) -> Result<Resized, RemoteError> {
+        Err(no_disk())
+    }
+
+    /// Takes the size that the process with the medium has ordered, and notifies the guest: of a device in a worker.
+    fn resize(&mut self, _to: u64) -> Result<(), RemoteError> {
+        Err(no_disk())
+    }
+
     /// Stops the DMA of a device that was kept as it runs, for a VM that does not go on with it. Returns false if it still
     /// does DMA. Other devices do none without a lease.
     fn let_go(&mut self) -> bool {
         true
     }
+}
+
+/// The size of a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Resized {
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    /// Of the device's description from now on.
+    pub(crate) summary: String,
 }
 
 /// A device that can be lent to one VM at a time, by its thread.

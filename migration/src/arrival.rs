@@ -365,7 +365,7 @@ pub(crate) fn seen_from_here(
     if here.lender_name != device.lender_name {
         return other("lender", &device.lender_name, &here.lender_name);
     }
-    if here.identity != device.identity {
+    if !here.identity.is_same(&device.identity) {
         let text = |identity: &crate::Identity| format!("{} ({})", identity.pci, identity.summary);
         return other("identity", &text(&device.identity), &text(&here.identity));
     }

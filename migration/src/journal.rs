@@ -119,9 +119,9 @@ impl MovedDevice {
 pub struct Identity {
     /// PCI vendor and device id, as `1b36:0010`.
     pub pci: String,
-    /// The lender's summary: model and size.
+    /// The lender's summary: model and size. A disk may grow meanwhile.
     pub summary: String,
-    /// SHA-256 of the lender's description.
+    /// SHA-256 of the lender's description without the summary.
     pub digest: String,
 }
 
@@ -134,12 +134,19 @@ impl Identity {
             let high = config.get(at + 1).copied().unwrap_or(0xff);
             u16::from_le_bytes([low, high])
         };
-        let all = serde_json::to_vec(described).unwrap_or_default();
+        let mut all = described.clone();
+        all.description.summary.clear();
+        let all = serde_json::to_vec(&all).unwrap_or_default();
         Self {
             pci: format!("{:04x}:{:04x}", word(0), word(2)),
             summary: described.description.summary.clone(),
             digest: hex(&Sha256::digest(all)),
         }
+    }
+
+    /// Whether it is the same device.
+    pub fn is_same(&self, other: &Self) -> bool {
+        (&self.pci, &self.digest) == (&other.pci, &other.digest)
     }
 }
 
@@ -308,6 +315,8 @@ fn hex(bytes: &[u8]) -> String {
 mod tests {
     use std::os::unix::fs::MetadataExt;
 
+    use serde_json::json;
+
     use super::*;
     use crate::ErrorKind;
 
@@ -351,6 +360,21 @@ mod tests {
         };
         journal.begin(Step::HandOver);
         journal
+    }
+
+    #[test]
+    fn a_disk_that_has_grown_is_the_same_device() {
+        let identity = |vectors: u16, summary: &str| {
+            let description = json!({
+                "config": [0x36, 0x1b, 0x10, 0], "bars": [null, null, null, null, null, null], "intx": true,
+                "msi_vectors": 0, "msix_vectors": vectors, "summary": summary,
+            });
+            let described = json!({ "description": description, "bars": "Borrower", "state": 0 });
+            Identity::of(&serde_json::from_value(described).unwrap())
+        };
+        let then = identity(65, "farside NVMe, 1 GiB");
+        assert!(then.is_same(&identity(65, "farside NVMe, 2 GiB")));
+        assert!(!then.is_same(&identity(2, "farside NVMe, 1 GiB")));
     }
 
     #[test]

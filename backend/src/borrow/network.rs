@@ -181,7 +181,11 @@ pub(super) fn borrow(
     let device = model
         .controller(&settings.device, remote, (size, punches_holes))
         .map_err(|error| invalid(&Chain(&error)))?;
-    if *device.description() != described.description {
+    let now = Described {
+        description: device.description().clone(),
+        ..described.clone()
+    };
+    if !now.is_same_to_guests(described) {
         return Err(WorkError::Changed(settings.device.clone()));
     }
     let (ours, theirs) = Channel::pair().map_err(WorkError::System)?;
@@ -284,7 +288,7 @@ impl Keeping {
     fn reconnect(&mut self) -> bool {
         loop {
             let error = match self.connect() {
-                Ok(link) => {
+                Ok((link, size)) => {
                     let now = Instant::now();
                     self.reconnected = Some(now);
                     let state = &self.settings.network;
@@ -294,7 +298,7 @@ impl Keeping {
                         self.name(),
                         self.since.elapsed()
                     );
-                    return self.keeper.supply(Supply::Link(Box::new(link)));
+                    return self.keeper.supply(Supply::Link(Box::new(link), size));
                 }
                 Err(error) => error,
             };
@@ -314,15 +318,16 @@ impl Keeping {
         }
     }
 
-    fn connect(&self) -> Result<Link, WorkError> {
+    /// The next connection, and the bytes of the medium.
+    fn connect(&self) -> Result<(Link, u64), WorkError> {
         let Settings {
             vm, lender, dialer, ..
         } = &self.settings;
         let deadline = Some(Instant::now() + CONNECT_TIMEOUT);
         let mut client = Client::connect_through(dialer, lender, Some(vm), deadline)?;
         client.set_fence(self.settings.fence()?);
-        let (_, link) = lend(&self.settings, client, Some(self.chain))?;
-        Ok(link)
+        let (medium, link) = lend(&self.settings, client, Some(self.chain))?;
+        Ok((link, medium.size))
     }
 
     /// Has the guest release the device, whose I/O fails from now on.

@@ -30,6 +30,17 @@ use std::os::fd::BorrowedFd;
 use farside_fabric::memory::HostSlice;
 use farside_pci::Description;
 
+/// Why a device does not get another size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ResizeError {
+    /// It has no medium.
+    #[error("the device is not a disk")]
+    NoDisk,
+    /// Its disk cannot have that size.
+    #[error(transparent)]
+    Size(#[from] block::SizeError),
+}
+
 /// The model of a PCIe function.
 ///
 /// All calls come from one thread. Except for [`Device::flush`], a call waits for the medium only for a
@@ -117,6 +128,14 @@ pub trait Device: Send {
 
     /// Leaves the state as it is from now on.
     fn detach_state(&mut self) {}
+
+    /// The medium has grown to `size` bytes. The next [`Device::poll`] notifies the guest.
+    ///
+    /// # Errors
+    /// A [`ResizeError`]: nothing has changed.
+    fn resize(&mut self, _size: u64) -> Result<(), ResizeError> {
+        Err(ResizeError::NoDisk)
+    }
 
     /// Flushes all writes to the medium and waits for completion, after
     /// [`Device::quiesce`] has succeeded. A no-op for a device without a medium.

@@ -142,6 +142,18 @@ const SEQUENCES: u64 = 1 << 20;
 /// Most of a counter: none overflows in the life of a device.
 const MOST: u64 = 1 << 56;
 
+/// Compares the `size` of a disk with the one that was saved. Returns whether it has grown since: of the version before, which
+/// has none, that is not known.
+pub(crate) fn has_grown(saved: u64, size: u64) -> Result<bool, StateError> {
+    match size < saved {
+        true => Err(StateError::Shrunk {
+            from: saved,
+            to: size,
+        }),
+        false => Ok(saved != 0 && saved < size),
+    }
+}
+
 /// A command's place in the table, and its sequence number there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Entry {
@@ -235,6 +247,14 @@ pub enum StateError {
     /// The snapshot cannot be decoded.
     #[error("the state's snapshot is malformed")]
     Malformed,
+    /// The medium has fewer bytes than the guest has seen.
+    #[error("the disk has {to} bytes, and the guest has seen {from}: a disk does not shrink")]
+    Shrunk {
+        /// Bytes that the guest has seen.
+        from: u64,
+        /// Bytes of the medium.
+        to: u64,
+    },
     /// A value that no model has.
     #[error("the state is invalid: {0}")]
     Invalid(&'static str),

@@ -117,6 +117,11 @@ pub enum Frame {
         /// Greater than before.
         number: u64,
     },
+    /// To the borrower: the medium has grown, to this size.
+    Size {
+        /// Bytes.
+        size: u64,
+    },
     /// In both directions: the sender is there, and has nothing else to send.
     Alive,
 }
@@ -172,6 +177,7 @@ mod kind {
     pub const REPORT: u8 = 12;
     pub const FENCED: u8 = 13;
     pub const FENCE: u8 = 14;
+    pub const SIZE: u8 = 15;
 }
 
 /// Of [`Frame::Write`].
@@ -323,6 +329,11 @@ impl Frame {
                 offset: number,
                 ..Fields::default()
             },
+            Self::Size { size } => Fields {
+                kind: kind::SIZE,
+                offset: size,
+                ..Fields::default()
+            },
             Self::Return => Fields {
                 kind: kind::RETURN,
                 ..Fields::default()
@@ -420,6 +431,7 @@ impl Frame {
             },
             kind::FENCED => Self::Fenced { number: offset },
             kind::FENCE => Self::Fence { number: offset },
+            kind::SIZE => Self::Size { size: offset },
             kind::RETURN => Self::Return,
             kind::DONE => Self::Done {
                 tag,
@@ -494,6 +506,7 @@ mod tests {
                 .prop_map(|(tag, len, extended)| Frame::Report { tag, len, extended }),
             any::<u64>().prop_map(|number| Frame::Fenced { number }),
             any::<u64>().prop_map(|number| Frame::Fence { number }),
+            any::<u64>().prop_map(|size| Frame::Size { size }),
             Just(Frame::Return),
             (any::<u16>(), any::<i32>(), 0..=most, condition).prop_map(
                 |(tag, result, data, condition)| Frame::Done {

@@ -38,6 +38,7 @@
 pub mod registers;
 
 mod address;
+mod availability;
 mod channel;
 mod client;
 mod dial;
@@ -55,6 +56,7 @@ mod state;
 mod status;
 
 pub use address::{Address, AddressError};
+pub use availability::Availability;
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_MESSAGE, TlsError};
 pub use client::{CallError, Client, Lease, MAX_DEVICES};
 pub use dial::{Dial, Dialer, Greeted, Target, dial};
@@ -67,9 +69,9 @@ pub use kept::KeptFor;
 pub use limits::{LimitUse, Resource};
 pub use listener::Listener;
 pub use message::{
-    Availability, BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, Envelope, ErrorKind,
-    Generation, MAX_REVOKE_LIMIT, MediumLease, ROM_PART, RamRange, RegisterToken, Registers,
-    RemoteError, Reply, Request, Revocation, TOKEN_LIFE, Transport, VERSION,
+    BarMemory, BarOwner, BorrowedBy, Described, DeviceEntry, Envelope, ErrorKind, Generation,
+    MAX_RESIZED, MAX_REVOKE_LIMIT, MediumLease, ROM_PART, RamRange, RegisterToken, Registers,
+    RemoteError, Reply, Request, ResizedDevice, Revocation, TOKEN_LIFE, Transport, VERSION,
 };
 pub use secret::Secret;
 pub use state::{Keeping, STATE_PAGE, served};

@@ -6,12 +6,13 @@ use farside_pci::Description;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    DeviceStatus, Fence, HeldFence, Instance, IrqUpdate, KeptFor, LimitUse, MAX_MESSAGE, Secret,
+    Availability, DeviceStatus, Fence, HeldFence, Instance, IrqUpdate, KeptFor, LimitUse,
+    MAX_MESSAGE, Secret,
 };
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 15;
+pub const VERSION: u32 = 16;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(
@@ -252,6 +253,12 @@ pub enum Request {
         /// Offset in the ROM.
         offset: u32,
     },
+    /// Has the disk of a device grow to the size of its medium, and those of other devices that have the same medium. Operators
+    /// only.
+    ResizeDevice {
+        /// Device id.
+        device: DeviceId,
+    },
 }
 
 /// Most bytes of a [`Reply::Rom`].
@@ -342,6 +349,27 @@ pub enum Reply {
     ProcessEnded,
     /// To `Rom`; empty at the end of the ROM.
     Rom(Vec<u8>),
+    /// To `ResizeDevice`.
+    Resized {
+        /// Up to [`MAX_RESIZED`] of the devices.
+        devices: Vec<ResizedDevice>,
+        /// The number of the others.
+        more: u32,
+    },
+}
+
+/// Most devices of a [`Reply::Resized`]: a message is bounded.
+pub const MAX_RESIZED: usize = 256;
+
+/// The size of a device's disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResizedDevice {
+    /// Device id.
+    pub device: DeviceId,
+    /// Bytes that borrowers saw.
+    pub from: u64,
+    /// Bytes that they see from now on.
+    pub to: u64,
 }
 
 /// The lease of a medium.
@@ -372,44 +400,6 @@ pub enum Revocation {
     Ended,
 }
 
-/// Whether VMs may borrow a device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Availability {
-    /// They may.
-    #[default]
-    Available,
-    /// Its lease is being ended by [`Request::Revoke`]; then it is unavailable.
-    Revoking,
-    /// An operator has taken it out of service.
-    Unavailable,
-}
-
-impl Availability {
-    /// Refuses a borrow of `device` unless it is available.
-    pub fn check(self, device: &DeviceId) -> Result<(), RemoteError> {
-        match self {
-            Self::Available => Ok(()),
-            Self::Revoking | Self::Unavailable => Err(RemoteError {
-                kind: ErrorKind::Busy,
-                message: format!(
-                    "device {device} is {self}: borrow another device, or have the lender's operator make it available (`farside devices --available {device}`)"
-                ),
-            }),
-        }
-    }
-}
-
-impl std::fmt::Display for Availability {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Available => "available",
-            Self::Revoking => "being revoked",
-            Self::Unavailable => "unavailable",
-        })
-    }
-}
-
 /// The description of a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Described {
@@ -423,6 +413,20 @@ pub struct Described {
     /// Bytes of its expansion ROM, at most [`farside_pci::rom::MAX`]; 0 if it has none. See [`Request::Rom`].
     #[serde(default)]
     pub rom: u32,
+}
+
+impl Described {
+    /// Compares all but the summaries, which name the size of a disk: that may grow, and the device is the same.
+    pub fn is_same_to_guests(&self, other: &Self) -> bool {
+        let same = Self {
+            description: Description {
+                summary: other.description.summary.clone(),
+                ..self.description.clone()
+            },
+            ..self.clone()
+        };
+        same == *other
+    }
 }
 
 /// The provider of the memory behind the sparse mmap areas of a device's BARs.

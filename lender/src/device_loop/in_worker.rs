@@ -2,6 +2,7 @@
 
 mod calls;
 mod goes_on;
+mod resize;
 mod take_down;
 
 use std::{
@@ -24,9 +25,9 @@ use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
 use goes_on::not_begun;
 
 use crate::{
-    refusals::{failed, internal},
+    refusals::{failed, internal, no_disk},
     registry::{DeviceRequest, GrantedChain, Lease, MAX_REQUESTS, Release},
-    source::{Available, Report},
+    source::{Available, Report, Resized},
     worker::{
         Adopted, Answer, Borrower, CallReply, Handle, KeptHandle, LogReader, Numbered, OpenWindow,
         Order, Record, Worker, WorkerDevice, printable_error,
@@ -138,6 +139,7 @@ enum Waiting {
     Reports(Vec<mpsc::SyncSender<Report>>),
     HandOver(Generation, mpsc::SyncSender<Result<(), RemoteError>>),
     Revoke,
+    Resize(Resized, mpsc::SyncSender<Result<Resized, RemoteError>>),
 }
 
 /// The broker's state during one lease.
@@ -374,6 +376,10 @@ impl<'a> WorkerLease<'a> {
                 {
                     let _ = reply.try_send(Ok(()));
                 }
+                (Some(Waiting::Resize(resized, reply)), Answer::Resized(done)) => {
+                    let done = done.map(|()| resized);
+                    let _ = reply.try_send(done.map_err(printable_error));
+                }
                 (Some(Waiting::HandOver(_, reply)), Answer::HandedOver(Err(error))) => {
                     let _ = reply.try_send(Err(printable_error(error)));
                 }
@@ -401,6 +407,15 @@ impl<'a> WorkerLease<'a> {
                 }
                 DeviceRequest::HandOver { fence, reply } => {
                     (Order::HandOver { fence }, Waiting::HandOver(fence, reply))
+                }
+                DeviceRequest::TakeSize(reply) => match self.resize(reply) {
+                    Some(ordered) => ordered,
+                    None => continue,
+                },
+                // The worker has the order from this process.
+                DeviceRequest::Resize { reply, .. } => {
+                    let _ = reply.try_send(Err(no_disk()));
+                    continue;
                 }
                 DeviceRequest::Check {
                     vm,
@@ -473,6 +488,11 @@ impl<'a> WorkerLease<'a> {
                 // Fails if the requester has gone.
                 let _ = reply.try_send(self.device.report());
             }
+            return;
+        }
+        if let (Waiting::Resize(resized, reply), true) = (&waiting, self.gone) {
+            // The next worker has that size.
+            let _ = reply.try_send(Ok(resized.clone()));
             return;
         }
         // Of those that are dropped, the requesters hear at once.

@@ -2,15 +2,19 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fmt::Display,
     io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, SystemTime},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        mpsc::{Receiver, sync_channel},
+    },
+    time::{Duration, Instant, SystemTime},
 };
 
 use farside_daemon::{DeviceId, Wakeup, user_name};
 use farside_error_chain::Chain;
 use farside_fabric::{Budget, SharedQuota, soft::Adapter};
-use farside_lender_protocol::{ErrorKind, Generation, Identity, RemoteError};
+use farside_lender_protocol::{ErrorKind, Generation, Identity, RemoteError, ResizedDevice};
 
 use super::{StartError, threads::Threads};
 use crate::{
@@ -20,10 +24,15 @@ use crate::{
     device_loop::{DeviceLoop, InLender, Lendable, Stopped},
     listening,
     open::{OpenedDevice, open_model, open_server},
-    refusals::{invalid, limit},
-    registry::{Registry, Viewer},
+    refusals::{failed, invalid, limit},
+    registry::{DeviceRequest, Registry, Viewer},
+    requests::ANSWER_TIMEOUT,
+    source::Resized,
     worker::Workers,
 };
+
+/// Most devices that an error names as grown: a message is bounded.
+const MAX_NAMED: usize = 16;
 
 /// The devices that a lender lends.
 pub(crate) struct Devices {
@@ -142,6 +151,11 @@ impl Devices {
             ),
             None => {}
         }
+        if let Lendable::InWorker(device) = &device
+            && let Some(shared) = device.shared()
+        {
+            self.registry.set_shared(&id, shared);
+        }
         let started = threads.start(format!("dev-{id}"), move || device_loop.run(device));
         if let Err(error) = started {
             // It is not lent.
@@ -206,8 +220,25 @@ impl Devices {
             self.withdraw(&id);
             return Err(invalid(Chain(&error).to_string()));
         }
+        if let Err(error) = self.make_sizes_equal(&id) {
+            // Fails if it has been lent since.
+            if let Err(error) = self.remove(&id, ANSWER_TIMEOUT) {
+                log::error!("{error}");
+            }
+            return Err(error);
+        }
         log::info!("lending {id} ({summary}), added by {identity}");
         Ok(())
+    }
+
+    /// Resizes all controllers of the namespace that the device `id` shares, if they have different sizes: its image has
+    /// grown between their openings.
+    pub(crate) fn make_sizes_equal(&self, id: &DeviceId) -> Result<(), RemoteError> {
+        if !self.registry.sizes_differ(id) {
+            return Ok(());
+        }
+        let why = "as the namespace that it shares";
+        self.resize(id, &why).map(drop)
     }
 
     /// Ends the thread of a device that is not lent, and forgets it.
@@ -232,6 +263,69 @@ impl Devices {
         Ok(())
     }
 
+    /// Has the disk of a device grow to the size of its medium, and each other device that has the same one. Logs each,
+    /// `why`.
+    ///
+    /// # Errors
+    /// One or more cannot be resized: the message names those that are.
+    pub(crate) fn resize(
+        &self,
+        id: &DeviceId,
+        why: &dyn Display,
+    ) -> Result<Vec<ResizedDevice>, RemoteError> {
+        let cannot = |id: &DeviceId, error: RemoteError| {
+            let message = format!("cannot resize device {id}: {}", error.message);
+            RemoteError { message, ..error }
+        };
+        let until = Instant::now() + ANSWER_TIMEOUT;
+        let order = |id: DeviceId| {
+            let (reply, resized) = sync_channel(1);
+            let queue = self.registry.queue(&id);
+            let posted = queue.and_then(|queue| queue.post(DeviceRequest::TakeSize(reply)));
+            (id, posted.map(|()| resized))
+        };
+        let wait = |resized: Receiver<Result<Resized, RemoteError>>| {
+            let left = until.saturating_duration_since(Instant::now());
+            let late = |_| {
+                Err(failed(format_args!(
+                    "it does not answer within {ANSWER_TIMEOUT:?}: repeat the command"
+                )))
+            };
+            resized.recv_timeout(left).unwrap_or_else(late)
+        };
+        let devices = self.registry.on_medium_of(id)?;
+        let ordered: Vec<_> = devices.into_iter().map(order).collect();
+        let (mut resized, mut failures) = (Vec::new(), Vec::new());
+        for (device, posted) in ordered {
+            match posted.and_then(wait) {
+                Ok(Resized { from, to, summary }) => {
+                    log::info!("device {device}: its disk has {to} bytes, and had {from}, {why}");
+                    self.registry.set_size(&device, to, summary);
+                    resized.push(ResizedDevice { device, from, to });
+                }
+                Err(error) => {
+                    let error = cannot(&device, error);
+                    log::warn!("{error}");
+                    failures.push(error);
+                }
+            }
+        }
+        let others = failures.len().saturating_sub(1);
+        let Some(mut error) = failures.into_iter().next() else {
+            return Ok(resized);
+        };
+        let grown = resized.iter().filter(|it| it.from != it.to);
+        for ResizedDevice { device, to, .. } in grown.take(MAX_NAMED) {
+            let grown = format!("; device {device} has grown to {to} bytes");
+            error.message.push_str(&grown);
+        }
+        if others > 0 {
+            let others = format!("; the lender's log names {others} more that cannot be resized");
+            error.message.push_str(&others);
+        }
+        Err(error)
+    }
+
     /// Refuses other peers than root and the lender's own user, and connections of a VM.
     pub(crate) fn check_operator(&self, asking: &Viewer<'_>) -> Result<(), RemoteError> {
         match asking.identity {
@@ -241,7 +335,7 @@ impl Devices {
             other => Err(RemoteError {
                 kind: ErrorKind::Denied,
                 message: format!(
-                    "{other} may not operate this lender: only root and its own user ({}) may revoke, add and remove devices and set their availability, at its UNIX socket",
+                    "{other} may not operate this lender: only root and its own user ({}) may revoke, add, remove and resize devices and set their availability, at its UNIX socket",
                     user_name(self.operator)
                 ),
             }),
@@ -293,3 +387,6 @@ fn first_generation() -> Generation {
     let since = SystemTime::UNIX_EPOCH.elapsed();
     Generation(since.map_or(0, |since| since.as_micros() as u64))
 }
+
+#[cfg(test)]
+mod tests;

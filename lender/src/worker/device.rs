@@ -2,17 +2,18 @@
 
 mod start;
 
-use std::{fs::File, io, sync::Arc};
+use std::{fs::File, io, path::Path, sync::Arc};
 
 use farside_daemon::{DeviceId, VmName};
 use farside_devices::{
     Device,
-    block::{Image, ImageId},
+    block::{GrowError, Image, ImageId, SizeError},
     dma_test, nvme, state,
 };
 use farside_error_chain::Chain;
 use farside_fabric::soft::{Adapter, AdapterTables};
 use farside_lender_protocol::{BarOwner, Described, RamRange, RemoteError, STATE_PAGE, Transport};
+use farside_pci::Description;
 
 use super::{
     child::{Worker, Workers},
@@ -24,8 +25,9 @@ use crate::{
     chains::boot_number,
     config,
     model::{check_model, not_flushed},
-    refusals::failed,
-    source::{Available, DeviceSource, Report},
+    refusals::{failed, invalid, no_disk},
+    registry::Shared,
+    source::{Available, DeviceSource, Report, Resized},
     vfio::VfioDevice,
     vfio_user::ServerDevice,
 };
@@ -59,12 +61,66 @@ pub(super) struct ModelKind {
 }
 
 impl ModelKind {
+    /// Takes the size that the medium of a disk has.
+    fn take_size(&mut self) -> Result<Resized, RemoteError> {
+        let Self {
+            model,
+            image,
+            described,
+            ..
+        } = self;
+        let (path, block_size, describe): (_, _, &dyn Fn(u64) -> Description) = match model {
+            config::Model::Nvme(config) => (&config.image, config.block_size, &|size| {
+                config.description(size)
+            }),
+            config::Model::VirtioBlk(config) => (&config.image, config.block_size, &|size| {
+                config.description(size)
+            }),
+            config::Model::VirtioNet(_) | config::Model::DmaTest(_) => return Err(no_disk()),
+        };
+        let image = image.as_mut().ok_or_else(no_disk)?;
+        let from = image.grow(block_size).map_err(|error| {
+            let message = format!(
+                "image {}: {}; {}",
+                path.display(),
+                Chain(&error),
+                remedy(&error, path)
+            );
+            match error {
+                GrowError::Io(_) => failed(message),
+                GrowError::Size(_) => invalid(message),
+            }
+        })?;
+        let Description { summary, .. } = describe(image.size);
+        described.description.summary.clone_from(&summary);
+        Ok(Resized {
+            from,
+            to: image.size,
+            summary,
+        })
+    }
+
     /// The configuration of a controller that shares its namespace.
     fn reservations(&self) -> Option<&nvme::Config> {
         match &self.model {
             config::Model::Nvme(config) if config.shared.is_some() => Some(config),
             _ => None,
         }
+    }
+}
+
+/// The remedy for an image that does not grow.
+fn remedy(error: &GrowError, path: &Path) -> String {
+    let path = path.display();
+    match error {
+        GrowError::Io(_) => "see the kernel log for errors of the device".to_owned(),
+        GrowError::Size(SizeError::Shrinks { from, .. }) => format!(
+            "give it its size again (of a file, `truncate -s {from} {path}`), or lend it anew (`farside lend --remove`, then `--add`)"
+        ),
+        GrowError::Size(SizeError::NotMultiple { block_size, .. }) => {
+            format!("make it longer (of a file, `truncate -s %{block_size} {path}`)")
+        }
+        GrowError::Size(SizeError::TooLarge { .. }) => "make it shorter".to_owned(),
     }
 }
 
@@ -94,8 +150,7 @@ impl WorkerDevice {
                 config.validate()?;
                 let image = open.take().map_or_else(|| config.open_image(), Ok)?;
                 if let Some(file) = config.open_reservations()? {
-                    let device = (id.as_str(), image.size);
-                    config.prepare_reservations(&file, device, boot_number()?)?;
+                    config.prepare_reservations(&file, id.as_str(), boot_number()?)?;
                     if has_ended {
                         config.leave_reservations(id, false)?;
                     }
@@ -244,6 +299,19 @@ impl WorkerDevice {
         }
     }
 
+    /// The namespace, if it is shared.
+    pub(crate) fn shared(&self) -> Option<Shared> {
+        let Kind::Model(kind) = &self.device else {
+            return None;
+        };
+        let file = kind.reservations()?.shared.as_ref()?;
+        Some(Shared {
+            // Other devices may name it by another path.
+            file: file.canonicalize().unwrap_or_else(|_| file.clone()),
+            size: kind.image.as_ref()?.size,
+        })
+    }
+
     /// The lease of `vm` has ended, with this last report and handle on the device.
     pub(crate) fn ended(&mut self, vm: VmName, report: Option<Report>, handle: Option<Handle>) {
         if let Some(report) = report {
@@ -355,6 +423,13 @@ impl Available for WorkerDevice {
         };
         let flushed = file.map_or(Ok(()), File::sync_data);
         flushed.map_err(|error| not_flushed(&self.id, &error))
+    }
+
+    fn take_size(&mut self) -> Result<Resized, RemoteError> {
+        let Kind::Model(kind) = &mut self.device else {
+            return Err(no_disk());
+        };
+        kind.take_size()
     }
 
     fn report(&self) -> Report {

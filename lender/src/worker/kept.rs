@@ -454,6 +454,16 @@ impl Record {
         }
     }
 
+    /// The disk has so many bytes, from now on.
+    pub(crate) fn resized(&mut self, bytes: u64) {
+        if let KeptDevice::Model(Model::Nvme { size, .. } | Model::VirtioBlk { size, .. }) =
+            &mut self.lease.served
+        {
+            *size = bytes;
+            self.update();
+        }
+    }
+
     /// The worker has opened its function. From now on a broker is needed for the end of its DMA.
     pub(crate) fn opened(
         &mut self,

@@ -221,6 +221,10 @@ impl MediumLease {
                     .release(until.saturating_duration_since(Instant::now()));
                 (Answer::Nothing, None)
             }
+            Order::Resize { to } => {
+                self.medium.grow(to);
+                (Answer::Resized(Ok(())), None)
+            }
             Order::Start(_) => (Answer::Nothing, None),
         }
     }

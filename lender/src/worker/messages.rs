@@ -41,6 +41,11 @@ pub(crate) enum Order {
         /// From now on.
         limit: Duration,
     },
+    /// The device's disk has grown: notify the borrower.
+    Resize {
+        /// Bytes.
+        to: u64,
+    },
 }
 
 /// A lease for a worker.
@@ -130,6 +135,8 @@ pub(crate) enum Answer {
     Nothing,
     /// The lease has ended: the last message.
     Ended(Box<Report>),
+    /// The borrower is notified, or the disk cannot have that size.
+    Resized(Result<(), RemoteError>),
 }
 
 /// What a worker asks of the broker. Each call has a reply, for which the worker waits if it needs that.

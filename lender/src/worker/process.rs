@@ -335,6 +335,12 @@ fn ask(queue: &RequestQueue, generation: Generation, order: Order) -> Answer {
             let _ = queue.post(DeviceRequest::Revoke { generation, until });
             Answer::Nothing
         }
+        Order::Resize { to } => wait(
+            queue,
+            ANSWER_TIMEOUT,
+            |reply| DeviceRequest::Resize { to, reply },
+            Answer::Resized,
+        ),
         Order::Start(_) => Answer::Nothing,
     }
 }

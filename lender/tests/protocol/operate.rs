@@ -199,6 +199,21 @@ fn devices_come_and_go_while_a_lender_runs() {
 }
 
 #[test]
+fn a_device_without_a_disk_is_not_resized() {
+    let lender = Running::new();
+    for (id, fault) in [(DEVICE, "cannot resize device dma0"), ("disk7", "disk7")] {
+        let device = id.parse().unwrap();
+        let error = operator(&lender).resize_device(&device).unwrap_err();
+        assert!(error.to_string().contains(fault), "{error}");
+    }
+    // Nor while it is lent.
+    let (_peer, _registers) = lender.borrow(DEVICE, "a");
+    let device = DEVICE.parse().unwrap();
+    let error = operator(&lender).resize_device(&device).unwrap_err();
+    assert!(error.to_string().contains("cannot resize"), "{error}");
+}
+
+#[test]
 fn a_device_that_cannot_be_added_is_refused_by_its_fault() {
     let lender = Running::new();
     for (added, fault) in [
@@ -241,6 +256,7 @@ fn attack(mut peer: Peer) -> Vec<RemoteError> {
             table: table("dma1", "model.dma-test = {}"),
         },
         Request::RemoveDevice { device: device() },
+        Request::ResizeDevice { device: device() },
     ];
     requests
         .map(|request| peer.call(request, &[]).unwrap_err())

@@ -404,6 +404,7 @@ fn lender_messages() -> Vec<Vec<u8>> {
             table: "id = \"disk1\"\nmodel.dma-test = {}".into(),
         },
         Request::RemoveDevice { device: device() },
+        Request::ResizeDevice { device: device() },
     ] {
         seeds.push(encoded(0, envelope(request)));
     }

@@ -7,6 +7,7 @@
 mod check;
 mod crowd;
 mod firmware;
+mod growth;
 mod hotplug;
 mod hotplug_losses;
 mod hotplug_refusals;
@@ -114,6 +115,8 @@ fn main() {
         refusals::private_guest_ram_is_refused_with_the_option_to_add,
         refusals::a_guest_too_large_for_the_window_is_told_what_fits,
         refusals::memory_that_may_not_be_locked_is_refused,
+        growth::disks_grow_under_a_guest_whose_processes_are_killed,
+        growth::disks_of_another_host_grow_under_a_guest,
         viommu::pages_are_mapped_for_each_io_and_for_no_longer,
         viommu::one_that_hides_its_mappings_is_named,
         virtio::a_virtio_blk_disk_is_used_reset_and_removed,

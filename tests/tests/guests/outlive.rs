@@ -280,7 +280,7 @@ fn finish(
 }
 
 /// What the guest's kernel says of errors of the disk, or of commands that took long.
-fn errors(guest: &Guest<'_>) -> anyhow::Result<String> {
+pub(crate) fn errors(guest: &Guest<'_>) -> anyhow::Result<String> {
     let said = guest.sh("dmesg | grep -iE 'I/O error|I/O tag|timeout|abort|controller is down|reset' | grep -iE 'nvme|vda|virtio_blk' || true")?;
     Ok(said)
 }

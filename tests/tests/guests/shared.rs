@@ -1,5 +1,7 @@
 //! Two guests share one namespace, and reserve it in turns.
 
+use std::fs::File;
+
 use anyhow::ensure;
 use farside_tests::{
     Cluster, Guest, MIB, SHORT,
@@ -89,6 +91,26 @@ pub fn two_guests_reserve_a_shared_namespace(cluster: &Cluster) -> anyhow::Resul
     ensure!(both()? == (NONE, ALL));
     right.release(EXCLUSIVE_ACCESS)?;
     ensure!(both()? == (ALL, ALL));
+
+    // It grows for both.
+    File::options()
+        .write(true)
+        .open(&image)?
+        .set_len(80 * MIB)?;
+    let resized = cluster.run(&["lend", "--resize", DISKS[1]])?;
+    ensure!(
+        resized.stdout == "left has 80 MiB (was 64 MiB)\nright has 80 MiB (was 64 MiB)\n",
+        "{resized:?}"
+    );
+    for guest in [&a, &b] {
+        let grown = "timeout 20 sh -c 'until [ $(blockdev --getsize64 /dev/nvme0n1) = 83886080 ]; do :; done'";
+        guest.sh(grown)?;
+    }
+    a.sh(
+        "echo at the end | dd of=/dev/nvme0n1 bs=4k seek=20479 conv=sync oflag=direct 2>/dev/null",
+    )?;
+    let read = "dd if=/dev/nvme0n1 bs=4k skip=20479 iflag=direct 2>/dev/null | head -n 1";
+    ensure!(b.sh(read)? == "at the end");
 
     // Registrants share it, also after a reboot of one, which gives its identifier anew.
     right.acquire(WRITE_EXCLUSIVE_REGISTRANTS_ONLY, ACQUIRE, 0)?;

@@ -364,7 +364,7 @@ impl Borrower {
             ..
         } = &self.settings;
         let mut client = Client::connect_through(dialer, lender, Some(vm), Some(deadline))?;
-        match client.describe(device)? == self.described {
+        match client.describe(device)?.is_same_to_guests(&self.described) {
             true => Ok(client),
             false => Err(WorkError::Changed(device.clone())),
         }

@@ -97,6 +97,12 @@ pub(super) trait Engine: Send {
     /// All that was in flight has ended.
     fn fence(&mut self) {}
 
+    /// The size of the medium that a lender in another host has reported since the last call. It may be any size: that lender
+    /// is not trusted.
+    fn take_size(&mut self) -> Option<u64> {
+        None
+    }
+
     /// The engine is about to be dropped. Finishes all reads with ECANCELED: of frames, which may never come.
     fn cancel_reads(&mut self) {}
 

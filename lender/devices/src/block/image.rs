@@ -12,7 +12,7 @@ use std::{
 use rustix::fs::{AtFlags, FallocateFlags, FlockOperation, StatxFlags, fallocate, flock, statx};
 use serde::{Deserialize, Serialize};
 
-use super::{disk_sequence, is_read_only};
+use super::{GrowError, check_growth, disk_sequence, is_read_only};
 
 /// How long to wait while the image is in use. The kernel closes the files of a killed
 /// process only after its exit: an io_uring holds them until a kernel worker has
@@ -167,6 +167,19 @@ impl Image {
                 born: (status.stx_btime.tv_sec, status.stx_btime.tv_nsec),
             },
         })
+    }
+
+    /// Takes the size that the medium has now, if a disk may grow to that. Returns the former one. Only seeks: other queries
+    /// may block while the medium hangs.
+    ///
+    /// # Errors
+    /// A [`GrowError`]: nothing has changed.
+    pub fn grow(&mut self, block_size: u32) -> Result<u64, GrowError> {
+        let from = self.size;
+        let to = (&self.file).seek(SeekFrom::End(0)).map_err(GrowError::Io)?;
+        check_growth(from, to, block_size)?;
+        self.size = to;
+        Ok(from)
     }
 
     /// Opens and locks an image. If it is in use, retries for [`IN_USE_TIMEOUT`], for

@@ -215,6 +215,14 @@ impl LentMedium {
         self.post(Frame::Release { limit_ms }, Memory::NONE);
     }
 
+    /// The medium has grown to `size` bytes.
+    pub fn grow(&mut self, size: u64) {
+        self.size = size;
+        self.condition.size = size;
+        self.failures.grow(size);
+        self.post(Frame::Size { size }, Memory::NONE);
+    }
+
     /// Counters, by name; none without a medium.
     pub fn stats(&self) -> Vec<(&'static str, u64)> {
         let stats = &self.stats;
@@ -494,7 +502,7 @@ fn place(
         Frame::Return | Frame::Alive | Frame::Host(_) | Frame::Fenced { .. } => {
             return Ok(Memory::NONE);
         }
-        Frame::Done { .. } | Frame::Release { .. } | Frame::Fence { .. } => {
+        Frame::Done { .. } | Frame::Release { .. } | Frame::Fence { .. } | Frame::Size { .. } => {
             return Err(FrameError::Unexpected(*frame));
         }
     };

@@ -114,6 +114,11 @@ impl Medium {
         }
     }
 
+    /// It has grown to `size` bytes.
+    pub fn grow(&mut self, size: u64) {
+        self.size = size;
+    }
+
     /// The problem, for the operator. The text does not change while the problem persists.
     pub fn problem(&self) -> Option<&str> {
         self.problem.as_deref()

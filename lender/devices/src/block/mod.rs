@@ -22,6 +22,7 @@ mod limits;
 pub(crate) mod medium;
 mod network;
 pub(crate) mod serial;
+mod size;
 pub(crate) mod tap;
 mod threads;
 mod transfer;
@@ -49,6 +50,7 @@ pub use lent::{Ended, LentMedium, Turn};
 pub use limits::{LEAST_BANDWIDTH, LEAST_IOPS, Limits, LimitsError};
 pub use network::{MediumKeeper, Notice, RemoteMedium, Supply, remote_medium};
 pub use serial::SERIAL_LEN;
+pub use size::{GrowError, MAX_SIZE, SizeError, check_growth};
 pub use tap::{Offloads, TAP_SIZE, Tap, TapError};
 
 use engine::{Engine, RawOp};
@@ -243,6 +245,11 @@ impl BlockQueue {
     /// See [`Engine::condition`].
     pub fn condition(&self) -> Condition {
         self.engine.condition()
+    }
+
+    /// See [`Engine::take_size`].
+    pub fn take_size(&mut self) -> Option<u64> {
+        self.engine.take_size()
     }
 
     /// See [`Engine::is_connected`].

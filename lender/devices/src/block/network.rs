@@ -56,8 +56,8 @@ pub enum Notice {
 /// What the owner of the connections answers.
 #[derive(Debug)]
 pub enum Supply {
-    /// The next connection.
-    Link(Box<Link>),
+    /// The next connection, to a medium of so many bytes.
+    Link(Box<Link>, u64),
     /// There will be none: all I/O fails from here on.
     GivenUp,
 }
@@ -115,7 +115,7 @@ impl MediumKeeper {
                 true
             }
             Err(mpsc::SendError(supply)) => {
-                if let Supply::Link(mut link) = supply {
+                if let Supply::Link(mut link, _) = supply {
                     return_device(&mut link);
                 }
                 false
@@ -162,6 +162,8 @@ pub(super) struct Network {
     /// The frame of the last answer.
     fenced: Option<u64>,
     condition: Condition,
+    /// The size that the lender has reported, until the owner takes it.
+    reported: Option<u64>,
     /// Since when the owner waits for everything in flight.
     hurried: Option<Instant>,
     /// The lender has asked for the device over this connection.
@@ -217,6 +219,7 @@ impl Network {
                 full: false,
                 read_only: false,
             },
+            reported: None,
             hurried: None,
             release_asked: false,
             reads_cancelled: false,
@@ -354,6 +357,7 @@ impl Network {
                 }
                 (self.fence, self.is_news) = (Some(Fence::Asked(number)), true);
             }
+            Frame::Size { size } => (self.reported, self.is_news) = (Some(size), true),
             // Once for a connection: a lender that repeats it uses no memory.
             Frame::Release { limit_ms } if !self.release_asked => {
                 self.release_asked = true;
@@ -387,9 +391,13 @@ impl Network {
         }
         while let Ok(supply) = self.supply.try_recv() {
             match (supply, &self.state) {
-                (Supply::Link(link), State::Waiting) => self.reconnect(link),
+                (Supply::Link(link, size), State::Waiting) => {
+                    self.reported = Some(size);
+                    self.is_news = true;
+                    self.reconnect(link);
+                }
                 (Supply::GivenUp, _) => self.give_up(),
-                (Supply::Link(_), _) => {}
+                (Supply::Link(..), _) => {}
             }
         }
         if let State::Connected(link) = &mut self.state
@@ -480,6 +488,10 @@ impl Engine for Network {
             // With it, a reservation may end for which others wait.
             self.flush();
         }
+    }
+
+    fn take_size(&mut self) -> Option<u64> {
+        self.reported.take()
     }
 
     fn wants_fence(&self) -> bool {

@@ -9,7 +9,7 @@ use super::{
     features::{self, Features, Select},
     identify,
     io::Target,
-    logs::Health,
+    logs::{self, Health},
     namespace::NSID,
     queues::{CompletionQueue, SubmissionQueue},
     registers::MAX_QUEUE_ENTRIES,
@@ -214,6 +214,9 @@ fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
     }
     if !retain_event {
         nvme.events.unmask(page);
+        if page == logs::CHANGED_NAMESPACES {
+            nvme.logs.namespace_changed = false;
+        }
     }
     DONE
 }
@@ -290,8 +293,12 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
             }
         }
         _ => {
+            let noticed = nvme.features.notices_namespaces();
             let result = nvme.features.set(feature, command.cdw(11))?;
             nvme.raise_warnings(nvme.warnings());
+            if !noticed && nvme.logs.namespace_changed {
+                nvme.raise_change();
+            }
             Ok(Outcome::Done(result))
         }
     }

@@ -182,7 +182,7 @@ impl Config {
         self.shared.as_ref().map(open).transpose()
     }
 
-    /// Checks the contents of such a `file`, and makes them if it is new, for the device `id` with an image of `size` bytes, of
+    /// Checks the contents of such a `file`, and makes them if it is new, for the device `id`, of
     /// a host that was booted as `boot` says.
     ///
     /// # Errors
@@ -190,10 +190,10 @@ impl Config {
     pub fn prepare_reservations(
         &self,
         file: &File,
-        (id, size): (&str, u64),
+        id: &str,
         boot: [u8; 16],
     ) -> Result<(), ConfigError> {
-        let image = format!("{} {size} {}", self.image.display(), self.block_size);
+        let image = format!("{} {}", self.image.display(), self.block_size);
         let prepared = ReservationFile::prepare(file, id, boot, &image);
         prepared.map_err(|source| self.reservations_failed(source))
     }

@@ -15,6 +15,7 @@
 
 mod bar;
 mod device;
+mod growth;
 mod lifecycle;
 
 use farside_fabric::{Access, Fault, memory::HostSlice};
@@ -474,6 +475,7 @@ impl Nvme {
     }
 
     fn run(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.take_growth();
         let mut busy = self.recover(bus);
         self.fence();
         if self.may_fetch(bus) {

@@ -20,15 +20,18 @@ pub enum Event {
     TemperatureThreshold,
     /// The available spare fell below its threshold.
     SpareBelowThreshold,
+    /// The data of Identify Namespace has changed.
+    NamespaceChanged,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Error = 0,
     Health = 1,
+    Notice = 2,
 }
 
-const KINDS: [Kind; 2] = [Kind::Error, Kind::Health];
+const KINDS: [Kind; 3] = [Kind::Error, Kind::Health, Kind::Notice];
 
 impl Event {
     /// The event of the most severe of some critical warnings.
@@ -50,6 +53,7 @@ impl Event {
             Self::Reliability | Self::TemperatureThreshold | Self::SpareBelowThreshold => {
                 Kind::Health
             }
+            Self::NamespaceChanged => Kind::Notice,
         }
     }
 
@@ -60,6 +64,7 @@ impl Event {
             Self::Reliability => 0,
             Self::TemperatureThreshold => 1,
             Self::SpareBelowThreshold => 2,
+            Self::NamespaceChanged => 0,
         }
     }
 
@@ -68,6 +73,7 @@ impl Event {
         let log = match self.kind() {
             Kind::Error => u32::from(super::logs::ERROR_INFORMATION),
             Kind::Health => u32::from(super::logs::HEALTH),
+            Kind::Notice => u32::from(super::logs::CHANGED_NAMESPACES),
         };
         self.kind() as u32 | self.information() << 8 | log << 16
     }
@@ -77,8 +83,8 @@ impl Event {
 pub struct Events {
     /// Command identifiers of open requests, and their entries.
     open: Vec<(u16, Entry)>,
-    pending: [Option<Event>; 2],
-    masked: [bool; 2],
+    pending: [Option<Event>; 3],
+    masked: [bool; 3],
 }
 
 impl Events {
@@ -134,24 +140,29 @@ impl Events {
         match page {
             super::logs::ERROR_INFORMATION => self.masked[Kind::Error as usize] = false,
             super::logs::HEALTH => self.masked[Kind::Health as usize] = false,
+            super::logs::CHANGED_NAMESPACES => {
+                // A pending event has the change that was in the list, which is empty from now on.
+                self.pending[Kind::Notice as usize] = None;
+                self.masked[Kind::Notice as usize] = false;
+            }
             _ => {}
         }
     }
 
     /// The types of events whose log the guest has to read.
-    pub fn masked(&self) -> [bool; 2] {
+    pub fn masked(&self) -> [bool; 3] {
         self.masked
     }
 
     /// Sets the types whose log the guest has to read.
-    pub fn set_masked(&mut self, masked: [bool; 2]) {
+    pub fn set_masked(&mut self, masked: [bool; 3]) {
         self.masked = masked;
     }
 
     /// Clears all state, as a reset does.
     pub fn clear(&mut self) {
         self.open.clear();
-        self.pending = [None; 2];
-        self.masked = [false; 2];
+        self.pending = [None; 3];
+        self.masked = [false; 3];
     }
 }

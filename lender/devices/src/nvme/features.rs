@@ -22,6 +22,9 @@ const INTERRUPT_COALESCING: u8 = 0x08;
 const VECTOR_CONFIG: u8 = 0x09;
 const WRITE_ATOMICITY: u8 = 0x0a;
 const EVENT_CONFIG: u8 = 0x0b;
+/// Bits of [`EVENT_CONFIG`]: critical warnings, and namespace attribute notices.
+const EVENTS: u32 = 0xff | NAMESPACE_NOTICES;
+const NAMESPACE_NOTICES: u32 = 1 << 8;
 /// Timestamp.
 pub const TIMESTAMP: u8 = 0x0e;
 
@@ -147,7 +150,7 @@ impl Features {
         features.coalescing = saved.coalescing & 0xffff;
         features.vectors_without_coalescing = saved.vectors_without_coalescing;
         features.write_atomicity = saved.write_atomicity & 1;
-        features.event_config = saved.event_config & 0xff;
+        features.event_config = saved.event_config & EVENTS;
         if let Some((set_to, at)) = saved.timestamp {
             let passed = since_1970().saturating_sub(at);
             features.timestamp = Timestamp {
@@ -188,6 +191,11 @@ impl Features {
     /// The critical warnings that are enabled as events.
     pub fn enabled_events(&self, warnings: u8) -> u8 {
         warnings & self.event_config as u8
+    }
+
+    /// Whether a change of the namespace is an event.
+    pub fn notices_namespaces(&self) -> bool {
+        self.event_config & NAMESPACE_NOTICES != 0
     }
 
     /// Numbers of submission and completion queues, zero-based.
@@ -283,7 +291,7 @@ impl Features {
             INTERRUPT_COALESCING => self.coalescing = cdw11 & 0xffff,
             VECTOR_CONFIG => self.set_vector_config(cdw11)?,
             WRITE_ATOMICITY => self.write_atomicity = cdw11 & 1,
-            EVENT_CONFIG => self.event_config = cdw11 & 0xff,
+            EVENT_CONFIG => self.event_config = cdw11 & EVENTS,
             _ => return Err(Status::INVALID_FIELD),
         }
         Ok(0)

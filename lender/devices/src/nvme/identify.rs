@@ -91,6 +91,8 @@ pub fn controller(names: &Names, doorbell_buffer: bool, shared: Option<u16>) -> 
     data.put8(77, MDTS);
     data.put16(78, shared.unwrap_or(0)); // CNTLID
     data.put32(80, VERSION); // VER
+    const NAMESPACE_NOTICES: u32 = 1 << 8;
+    data.put32(92, NAMESPACE_NOTICES); // OAES
     if shared.is_some() {
         data.put32(96, 1); // CTRATT: identifiers of 128 bits
     }

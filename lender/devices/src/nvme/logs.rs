@@ -5,6 +5,7 @@ use std::{collections::VecDeque, time::Instant};
 use super::{
     command::{admin, io},
     identify::{FIRMWARE, TEMPERATURE},
+    namespace::NSID,
     stats::Stats,
     status::Status,
 };
@@ -15,7 +16,8 @@ pub const ERROR_INFORMATION: u8 = 0x01;
 /// SMART and health information.
 pub const HEALTH: u8 = 0x02;
 const FIRMWARE_SLOT: u8 = 0x03;
-const CHANGED_NAMESPACES: u8 = 0x04;
+/// Changed namespace list.
+pub const CHANGED_NAMESPACES: u8 = 0x04;
 const COMMAND_EFFECTS: u8 = 0x05;
 /// Reservation notifications.
 const RESERVATION_NOTIFICATION: u8 = 0x80;
@@ -42,6 +44,8 @@ pub struct Logs {
     error_count: u64,
     media_errors: u64,
     started: Instant,
+    /// The namespace has changed since the guest has read the list of those that have.
+    pub namespace_changed: bool,
 }
 
 /// Inputs of the health log.
@@ -60,6 +64,7 @@ impl Logs {
             error_count: 0,
             media_errors: 0,
             started: Instant::now(),
+            namespace_changed: false,
         }
     }
 
@@ -84,13 +89,21 @@ impl Logs {
             ERROR_INFORMATION => self.error_information(),
             HEALTH => self.health(stats, health),
             FIRMWARE_SLOT => firmware_slot(),
-            // The namespace never changes.
-            CHANGED_NAMESPACES => vec![0; 4096],
+            CHANGED_NAMESPACES => self.changed_namespaces(),
             // No notification is waiting.
             RESERVATION_NOTIFICATION if reservations => vec![0; 64],
             COMMAND_EFFECTS => command_effects(doorbell_buffer, reservations),
             _ => return None,
         })
+    }
+
+    /// 5.14.1.4: the only namespace, or none.
+    fn changed_namespaces(&self) -> Vec<u8> {
+        let mut log = vec![0; 4096];
+        if self.namespace_changed {
+            log[..4].copy_from_slice(&NSID.to_le_bytes());
+        }
+        log
     }
 
     fn error_information(&self) -> Vec<u8> {

@@ -41,8 +41,13 @@ impl Namespace {
     pub fn whole(&self) -> Extent {
         Extent {
             offset: 0,
-            len: self.blocks << self.block_shift,
+            len: self.size(),
         }
+    }
+
+    /// Bytes.
+    pub fn size(&self) -> u64 {
+        self.blocks << self.block_shift
     }
 
     /// Checks the namespace identifier of a command for one namespace.

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     Bus,
-    state::{InFlight, Restored, StateError},
+    state::{InFlight, Restored, StateError, has_grown},
 };
 
 impl Nvme {
@@ -53,6 +53,7 @@ impl Nvme {
             return;
         }
         let registers = &self.registers;
+        let [errors, health, notices] = self.events.masked();
         let mut saved = Saved {
             cc: registers.cc.0,
             ready: registers.csts.ready,
@@ -63,7 +64,10 @@ impl Nvme {
             acq: registers.acq,
             draining: self.draining,
             features: self.features.saved(),
-            masked_events: self.events.masked(),
+            masked_events: [errors, health],
+            masked_notices: notices,
+            size: self.namespace.size(),
+            namespace_changed: self.logs.namespace_changed,
             msix_table: self.msix_table.to_vec(),
             answered,
             flush_failed: self.flush_failed,
@@ -85,6 +89,7 @@ impl Nvme {
             in_flight,
             ..
         } = restored;
+        let has_grown = has_grown(saved.size, self.namespace.size())?;
         let registers = &mut self.registers;
         registers.cc = Configuration(saved.cc & Configuration::WRITABLE);
         registers.csts.ready = saved.ready;
@@ -127,7 +132,15 @@ impl Nvme {
                 "a controller is ready without admin queues",
             ));
         }
-        self.events.set_masked(saved.masked_events);
+        let [errors, health] = saved.masked_events;
+        self.events
+            .set_masked([errors, health, saved.masked_notices]);
+        self.logs.namespace_changed = saved.namespace_changed;
+        if has_grown {
+            self.note_change();
+        } else if saved.namespace_changed {
+            self.raise_change();
+        }
         self.answered = saved.answered;
         self.flush_failed = saved.flush_failed;
         let limits = (self.page_size(), self.vectors());

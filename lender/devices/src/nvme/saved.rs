@@ -23,7 +23,7 @@ pub struct Saved {
     /// The controller is being disabled.
     pub draining: bool,
     pub features: SavedFeatures,
-    /// Types of events that wait for their log to be read: errors, health.
+    /// Types of events that wait for their log to be read: errors, health. The third is `masked_notices`.
     pub masked_events: [bool; 2],
     pub sqs: Vec<SavedSq>,
     pub cqs: Vec<SavedCq>,
@@ -40,6 +40,12 @@ pub struct Saved {
     pub extended_identifier: bool,
     /// Since version 2.
     pub reservation_mask: u32,
+    /// Bytes of the namespace. Since version 2.
+    pub size: u64,
+    /// The list of changed namespaces has it. Since version 2.
+    pub namespace_changed: bool,
+    /// Since version 2.
+    pub masked_notices: bool,
 }
 
 impl Snapshot for Saved {

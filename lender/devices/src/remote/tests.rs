@@ -125,7 +125,7 @@ impl Pair {
     fn reconnect(&mut self) {
         let (near, far) = links();
         self.lent = Some(lend(far));
-        self.keeper.supply(Supply::Link(Box::new(near)));
+        self.keeper.supply(Supply::Link(Box::new(near), 0));
         self.turn();
     }
 }

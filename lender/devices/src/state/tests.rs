@@ -78,6 +78,9 @@ fn saved() -> Saved {
         host_identifier: 0,
         extended_identifier: false,
         reservation_mask: 0,
+        size: 0,
+        namespace_changed: false,
+        masked_notices: false,
     }
 }
 
@@ -106,6 +109,8 @@ fn virtio_saved() -> VirtioSaved {
         writeback: 1,
         flush_failed: true,
         pairs: 0,
+        size: 1 << 40,
+        generation: 9,
     }
 }
 
@@ -257,10 +262,13 @@ fn a_snapshot_without_its_last_fields_has_none_of_what_they_say() {
         host_identifier: 1,
         extended_identifier: true,
         reservation_mask: 1,
+        size: 1,
+        namespace_changed: true,
+        masked_notices: true,
         ..expected.clone()
     };
     let mut bytes = postcard::to_stdvec(&all).unwrap();
-    bytes.truncate(bytes.len() - 6);
+    bytes.truncate(bytes.len() - 9);
     assert_eq!(decode::<Saved>(&bytes), Ok(expected));
 }
 

@@ -142,6 +142,10 @@ pub(super) struct Transport {
     resetting: bool,
     queue_select: u16,
     queues: Vec<QueueState>,
+    /// Of the device's configuration (4.1.4.3.1).
+    generation: u8,
+    /// The driver is to be notified that it has changed. Not saved: each process notifies it anew.
+    config_changed: bool,
     isr: u8,
     /// The level of the INTx line.
     line: bool,
@@ -178,6 +182,8 @@ impl Transport {
             resetting: false,
             queue_select: 0,
             queues: (0..queues).map(|_| QueueState::RESET).collect(),
+            generation: 0,
+            config_changed: false,
             isr: 0,
             line: false,
             msix_table: power_on_table(vectors),
@@ -245,6 +251,8 @@ impl Transport {
         self.resetting = false;
         self.queue_select = 0;
         self.queues.fill_with(|| QueueState::RESET);
+        // A driver reads the configuration after a reset.
+        self.config_changed = false;
         self.isr = 0;
         self.state.new_session();
         self.changed = true;
@@ -297,8 +305,7 @@ impl Transport {
         let count = self.queues.len() as u16;
         put(common::NUM_QUEUES, &count.to_le_bytes());
         put(common::DEVICE_STATUS, &[self.status]);
-        // No device changes its configuration by itself.
-        put(common::CONFIG_GENERATION, &[0]);
+        put(common::CONFIG_GENERATION, &[self.generation]);
         put(common::QUEUE_SELECT, &self.queue_select.to_le_bytes());
         // Of a queue that does not exist, the size is 0.
         if let Some(queue) = self.queues.get(usize::from(self.queue_select)) {
@@ -478,13 +485,37 @@ impl Transport {
         if self.status & NEEDS_RESET != 0 {
             return;
         }
-        if self.guest_errors_logged < MAX_GUEST_ERRORS_LOGGED {
-            self.guest_errors_logged += 1;
-            log::warn!("{}: needs a reset: {reason}", self.name);
-        }
+        self.log_error(format_args!("needs a reset: {reason}"));
         self.status |= NEEDS_RESET;
         self.changed = true;
         self.interrupt_failure(irq);
+    }
+
+    /// The device has changed its configuration.
+    pub(super) fn config_changed(&mut self) {
+        self.generation = self.generation.wrapping_add(1);
+        self.config_changed = true;
+        self.changed = true;
+    }
+
+    /// Has the driver notified again of a configuration that has changed before.
+    pub(super) fn repeat_config_change(&mut self) {
+        self.config_changed = true;
+    }
+
+    /// Notifies the driver of a changed configuration (2.5.3), of a device that [is running](Self::is_running).
+    pub(super) fn notify_config_change(&mut self, irq: &mut dyn Interrupts) {
+        if std::mem::take(&mut self.config_changed) {
+            self.interrupt(ISR_CONFIG, self.config_vector, irq);
+        }
+    }
+
+    /// Logs an error that a peer can cause, up to [`MAX_GUEST_ERRORS_LOGGED`].
+    pub(super) fn log_error(&mut self, error: std::fmt::Arguments<'_>) {
+        if self.guest_errors_logged < MAX_GUEST_ERRORS_LOGGED {
+            self.guest_errors_logged += 1;
+            log::warn!("{}: {error}", self.name);
+        }
     }
 
     fn interrupt_failure(&mut self, irq: &mut dyn Interrupts) {

@@ -30,6 +30,10 @@ pub(crate) struct Saved {
     pub(crate) flush_failed: bool,
     /// Queue pairs of a network device that are in use.
     pub(crate) pairs: u16,
+    /// Bytes of a disk.
+    pub(crate) size: u64,
+    /// The generation of the configuration.
+    pub(crate) generation: u8,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

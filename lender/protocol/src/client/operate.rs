@@ -5,7 +5,7 @@ use std::time::Duration;
 use farside_daemon::{DeviceId, VmName};
 
 use super::{CallError, Client};
-use crate::{Generation, HeldFence, Reply, Request, Revocation, Secret};
+use crate::{Generation, HeldFence, Reply, Request, ResizedDevice, Revocation, Secret};
 
 impl Client {
     /// See [`Request::Revoke`]. Waits for a part of `limit` only.
@@ -35,6 +35,18 @@ impl Client {
     pub fn remove_device(&mut self, device: &DeviceId) -> Result<(), CallError> {
         let device = device.to_owned();
         self.done(Request::RemoveDevice { device }, &[])
+    }
+
+    /// See [`Request::ResizeDevice`]. Returns the devices, and the number of those that the reply does not name.
+    pub fn resize_device(
+        &mut self,
+        device: &DeviceId,
+    ) -> Result<(Vec<ResizedDevice>, u32), CallError> {
+        let device = device.to_owned();
+        match self.call(Request::ResizeDevice { device }, &[])? {
+            (Reply::Resized { devices, more }, _) => Ok((devices, more)),
+            (other, _) => Err(self.unexpected(&other)),
+        }
     }
 
     /// See [`Request::Handover`]. Returns the VM's fence.

@@ -283,3 +283,99 @@ fn the_medium_of_a_virtio_blk_disk_can_be_lent() {
     assert!(matches!(device.medium(), Some(Ok(_))));
     assert_ne!(device.described().state, 0);
 }
+
+const MIB: u64 = 1 << 20;
+
+/// A disk of 1 MiB, whose worker does nothing, and its image.
+fn disk() -> (tempfile::NamedTempFile, WorkerDevice) {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(MIB).unwrap();
+    let id = "disk0".parse().unwrap();
+    let adapter = Adapter::new(Default::default()).unwrap();
+    let model = Model::nvme(image.path().to_owned(), false);
+    let device = WorkerDevice::open(&id, model, adapter, workers(idle()), None).unwrap();
+    (image, device)
+}
+
+#[test]
+fn a_disk_takes_the_size_of_its_image_unless_that_is_no_size_for_it() {
+    let (image, mut device) = disk();
+    let path = image.path().display().to_string();
+    let mut resize = |len| {
+        image.as_file().set_len(len).unwrap();
+        let resized = device.take_size();
+        let shown = device.described().description.summary.clone();
+        (resized.map(|it| (it.from, it.to)), shown)
+    };
+    let shown = |size: &str| format!("farside NVMe, {size}");
+    assert_eq!(resize(2 * MIB), (Ok((MIB, 2 * MIB)), shown("2 MiB")));
+    for (len, size, remedy) in [
+        (MIB, "1048576", format!("truncate -s 2097152 {path}")),
+        (0, "0 bytes", format!("truncate -s 2097152 {path}")),
+        (2 * MIB + 1, "2097153", format!("truncate -s %512 {path}")),
+    ] {
+        let (resized, summary) = resize(len);
+        let RemoteError { kind, message } = resized.unwrap_err();
+        assert_eq!((kind, summary), (ErrorKind::Invalid, shown("2 MiB")));
+        for part in [size, "2097152", &remedy, &path] {
+            assert!(message.contains(part), "no {part:?} in {message}");
+        }
+    }
+    assert_eq!(resize(3 * MIB), (Ok((2 * MIB, 3 * MIB)), shown("3 MiB")));
+}
+
+/// Orders a lease's worker, of that version, to resize its disk, and kills it. Returns the answer to the requester, and the
+/// record for the next broker at the time at which the worker had no order yet.
+fn resize_and_kill(version: u32) -> (Result<Resized, RemoteError>, String) {
+    let (image, mut device) = disk();
+    let (ends, ended) = mpsc::channel();
+    let home = Box::new(Ends(ends, Arc::default()));
+    let quota = Budget::of_this_process().shared_by(1).into();
+    let id = "disk0".parse().unwrap();
+    let made = DeviceLoop::new(id, home, Wakeup::new().unwrap(), Duration::ZERO, quota);
+    let (mut owner, _queue) = made.unwrap();
+    let lease = lease(1);
+    let of = (lease.vm.clone(), lease.generation);
+    let started = device.start(entry("disk0"), 0, lease);
+    let (worker, borrower, record) = started.map_err(|(_, error)| error).unwrap();
+    let mut lease = WorkerLease::new(&mut owner, &mut device, worker, Some(borrower), of);
+    lease.record = record;
+    lease.record.as_mut().unwrap().lease.worker = version;
+    image.as_file().set_len(2 * MIB).unwrap();
+    let (ours, mut theirs) = Channel::pair().unwrap();
+    lease.worker.orders = ours;
+    let (reply, resized) = mpsc::sync_channel(1);
+    let ordered = lease.resize(reply);
+    // Before the order is sent.
+    let served = format!("{:?}", lease.record.as_ref().unwrap().lease.served);
+    assert!(theirs.try_receive::<Numbered<Order>>().unwrap().is_none());
+    if let Some((order, waiting)) = ordered {
+        lease.order(order, waiting);
+        let received = theirs.try_receive::<Numbered<Order>>().unwrap();
+        let ((_, order), _) = received.unwrap();
+        assert!(matches!(order, Order::Resize { to } if to == 2 * MIB));
+    }
+    lease.worker.kill();
+    assert!(lease.run());
+    assert_eq!(
+        ended.recv().unwrap(),
+        Some(Release::Over(Revocation::Ended))
+    );
+    (resized.recv_timeout(DEADLINE).unwrap(), served)
+}
+
+#[test]
+fn a_size_is_recorded_before_the_worker_has_it_and_stays_if_that_is_killed() {
+    let (resized, served) = resize_and_kill(2);
+    let resized = resized.unwrap();
+    assert_eq!((resized.from, resized.to), (MIB, 2 * MIB));
+    assert!(served.contains("size: 2097152"), "{served}");
+}
+
+#[test]
+fn a_worker_of_the_version_before_gets_no_order_to_resize() {
+    let (resized, served) = resize_and_kill(1);
+    let error = resized.unwrap_err();
+    assert!(error.message.contains("an earlier farside"), "{error}");
+    assert!(served.contains("size: 1048576"), "{served}");
+}

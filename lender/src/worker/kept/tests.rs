@@ -258,6 +258,8 @@ fn orders() -> Vec<Order> {
         Order::Revoke {
             limit: Duration::new(30, 5),
         },
+        // Since version 2.
+        Order::Resize { to: 1 << 40 },
     ]
 }
 
@@ -271,6 +273,8 @@ fn answers() -> Vec<Answer> {
         Answer::Ended(Box::new(report())),
     ];
     answers.extend(refused);
+    // Since version 2.
+    answers.push(Answer::Resized(Ok(())));
     answers
 }
 

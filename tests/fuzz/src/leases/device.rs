@@ -171,6 +171,9 @@ impl World {
                 assert!(matches!(device.state, State::Quiet), "removed with a lease");
                 device.ended = true;
             }
+            Ok(DeviceRequest::TakeSize(_) | DeviceRequest::Resize { .. }) => {
+                unreachable!("media are the lender's")
+            }
             Ok(DeviceRequest::Check { reply, .. }) => {
                 // Fails if the requester has gone.
                 let _ = reply.try_send(Ok(()));

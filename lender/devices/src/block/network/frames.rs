@@ -28,7 +28,9 @@ pub(super) fn place(
     } = *frame
     else {
         return match frame {
-            Frame::Release { .. } | Frame::Fence { .. } | Frame::Alive => Ok(Memory::NONE),
+            Frame::Release { .. } | Frame::Fence { .. } | Frame::Size { .. } | Frame::Alive => {
+                Ok(Memory::NONE)
+            }
             other => Err(FrameError::Unexpected(*other)),
         };
     };

@@ -76,7 +76,7 @@ impl Pair {
     fn reconnect(&mut self) {
         let (near, far) = links();
         self.lent = Some(lend(&self.image, false, far));
-        self.keeper.supply(Supply::Link(Box::new(near)));
+        self.keeper.supply(Supply::Link(Box::new(near), SIZE));
     }
 
     fn serve(&mut self) {
@@ -154,6 +154,30 @@ fn a_transfer_above_the_longest_frame_is_more_of_them() {
     pair.queue.zero(1, 0, SIZE, false);
     assert_eq!(pair.done(), (1, Ok(())));
     assert!(bytes(&pair.image, 0, len).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn a_medium_that_grows_is_used_beyond_its_former_end() {
+    let mut pair = Pair::new(false);
+    pair.write(0, SIZE, 4096, 7);
+    assert_eq!(pair.done(), (0, Err(BlockError::Medium(libc::EINVAL))));
+    pair.image.set_len(2 * SIZE).unwrap();
+    pair.lent.as_mut().unwrap().grow(2 * SIZE);
+    let is_reported = |pair: &mut Pair| {
+        (0..10).find_map(|_| {
+            pair.serve();
+            pair.queue.is_busy();
+            pair.queue.take_size()
+        })
+    };
+    assert_eq!(is_reported(&mut pair), Some(2 * SIZE));
+    pair.write(0, 2 * SIZE - 4096, 4096, 7);
+    assert_eq!(pair.done(), (0, Ok(())));
+    assert_eq!(bytes(&pair.image, 2 * SIZE - 4096, 4096), [7; 4096]);
+    // The size over the next connection.
+    pair.cut();
+    pair.reconnect();
+    assert_eq!(is_reported(&mut pair), Some(SIZE));
 }
 
 proptest! {

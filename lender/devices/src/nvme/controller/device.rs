@@ -7,7 +7,7 @@ use farside_pci::Description;
 
 use super::{Nvme, power_on_table};
 use crate::{
-    Bus, Device,
+    Bus, Device, ResizeError,
     nvme::{
         cmb::{Cmb, OwnFirst},
         registers::{BAR_SIZE, Registers},
@@ -153,6 +153,12 @@ impl Device for Nvme {
 
     fn detach_state(&mut self) {
         self.queues.state.detach();
+    }
+
+    fn resize(&mut self, size: u64) -> Result<(), ResizeError> {
+        self.grow(size)?;
+        self.save_changes();
+        Ok(())
     }
 
     fn flush(&mut self) -> std::io::Result<()> {

@@ -127,6 +127,7 @@ impl Nvme {
     pub(super) fn forget_session(&mut self) {
         self.queues.clear();
         self.events.clear();
+        self.logs.namespace_changed = false;
         self.features = Features::new(self.vectors() - 1);
         self.registers.interrupt_mask = 0;
         self.queues.state.mask(0);

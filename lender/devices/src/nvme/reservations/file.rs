@@ -5,7 +5,7 @@
 //! | 0 | magic, 8 bytes |
 //! | 8 | UUID of the namespace |
 //! | 24 | the host's boot id when the table was written last |
-//! | 40 | what names the image, its size and that of its blocks |
+//! | 40 | the path of the image and its block size; not its size, which may grow |
 //! | 4096 | version of the table; its lowest bit is the number of the copy |
 //! | 4224 | for each controller 32 bytes: whose it is, whether it has commands in flight, under which version those were checked, and the number of the last abort after which it has none of before |
 //! | 8192, 12288 | two copies of the table: length (2 bytes; 0: an empty table), table |
@@ -55,7 +55,7 @@ pub enum FileError {
     Foreign,
     /// Of another namespace.
     #[error(
-        "it is of another image, of one by another path, or of one with another size or block size: remove the file while \
+        "it is of another image, of one by another path, or of one with another block size: remove the file while \
          no device that uses it is lent"
     )]
     OtherImage,

@@ -218,7 +218,7 @@ mod tests {
             config.shared = Some(directory.path().join("reservations"));
             let open = |name: &str| {
                 let file = config.open_reservations().unwrap().unwrap();
-                config.prepare_reservations(&file, (name, 1 << 20), [1; 16]).unwrap();
+                config.prepare_reservations(&file, name, [1; 16]).unwrap();
                 Lent::new(config.map_reservations(file, name).unwrap()).unwrap()
             };
             let mut both = [open("first"), open("second")];

@@ -217,6 +217,25 @@ fn a_block_device_that_shrinks_or_becomes_read_only_is_told_to_operator_and_gues
 }
 
 #[test]
+fn a_block_device_that_grows_is_used_to_its_end() {
+    let Some(device) = Loop::attach("a_block_device_that_grows_is_used_to_its_end", &[]) else {
+        return;
+    };
+    let mut driver = driver(|config| config.image = device.device.clone());
+    assert_eq!(driver.lent.grow(512).unwrap(), IMAGE, "as before");
+    device.file.as_file().set_len(2 * IMAGE).unwrap();
+    run("losetup", "-c", &device.device);
+    assert_eq!(driver.lent.grow(512).unwrap(), IMAGE);
+    assert_eq!(driver.lent.size, 2 * IMAGE);
+    let resized = driver.with(|nvme, _| nvme.resize(2 * IMAGE));
+    assert_eq!(resized, Ok(()));
+    for opcode in [WRITE, READ] {
+        assert_eq!(transfer(&mut driver, opcode, 2 * IMAGE - 4096), OK);
+    }
+    drop(driver);
+}
+
+#[test]
 fn a_block_device_that_is_read_only_is_not_lent_for_writing() {
     let test = "a_block_device_that_is_read_only_is_not_lent_for_writing";
     let Some(device) = Loop::attach(test, &["--read-only"]) else {

@@ -10,6 +10,7 @@ mod doorbells;
 mod entries;
 pub(crate) mod failing;
 mod faults;
+mod growth;
 mod hostile;
 mod io;
 mod life;

@@ -64,7 +64,7 @@ impl Wire {
     fn reconnect(&mut self, driver: &Driver) {
         let (near, lenders) = Self::lend(driver, &self.gate);
         self.lenders = lenders;
-        assert!(self.keeper.supply(Supply::Link(Box::new(near))));
+        assert!(self.keeper.supply(Supply::Link(Box::new(near), IMAGE)));
     }
 }
 
@@ -216,7 +216,7 @@ fn a_fence_is_answered_when_nothing_of_before_is_left() {
         second.enable_notifications();
         keeper.notices.try_recv().is_ok()
     });
-    assert!(keeper.supply(Supply::Link(Box::new(near))));
+    assert!(keeper.supply(Supply::Link(Box::new(near), IMAGE)));
     second.enable_notifications();
     assert_eq!(sent(&mut far), before);
     fence(&mut far, &mut second);

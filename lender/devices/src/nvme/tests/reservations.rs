@@ -65,8 +65,7 @@ pub(super) fn two(places: [Place; 2]) -> [Driver; 2] {
 /// The controller with its part of the shared namespace, or in its place one whose medium is elsewhere.
 pub fn share(nvme: Nvme, config: &Config, (name, place): (&str, Place)) -> Nvme {
     let file = config.open_reservations().unwrap().unwrap();
-    let device = (name, IMAGE);
-    config.prepare_reservations(&file, device, [1; 16]).unwrap();
+    config.prepare_reservations(&file, name, [1; 16]).unwrap();
     if place == Lent {
         let identity = config.reservations_identity(&file, name).unwrap();
         let (near, far) = links();

@@ -6,7 +6,7 @@ use farside_fabric::memory::HostSlice;
 use farside_pci::Description;
 
 use super::VirtioBlk;
-use crate::{Bus, Device, block::DEPTH, state, virtio::pci::BAR_SIZE};
+use crate::{Bus, Device, ResizeError, block::DEPTH, state, virtio::pci::BAR_SIZE};
 
 impl Device for VirtioBlk {
     fn description(&self) -> &Description {
@@ -97,6 +97,15 @@ impl Device for VirtioBlk {
 
     fn detach_state(&mut self) {
         self.transport.state.detach();
+    }
+
+    fn resize(&mut self, size: u64) -> Result<(), ResizeError> {
+        if !self.grow(size)? {
+            // The driver may have missed the interrupt for a former order.
+            self.transport.repeat_config_change();
+        }
+        self.save_changes();
+        Ok(())
     }
 
     fn flush(&mut self) -> std::io::Result<()> {

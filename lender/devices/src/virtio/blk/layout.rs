@@ -20,6 +20,8 @@ pub(super) const MAX_DISCARD_SECTORS: u32 = 1 << 23;
 /// Most sectors of a range to zero: 256 MiB. There is one range.
 pub(super) const MAX_ZERO_SECTORS: u32 = 1 << 19;
 
+/// Offset of the capacity, in sectors.
+pub(super) const CAPACITY: usize = 0;
 /// Bytes of the configuration.
 pub(super) const CONFIG_LEN: usize = 60;
 /// Offset of the cache mode.
@@ -53,7 +55,7 @@ pub(super) fn configuration(
 ) -> [u8; CONFIG_LEN] {
     let mut bytes = [0; CONFIG_LEN];
     let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
-    put(0, &sectors.to_le_bytes());
+    put(CAPACITY, &sectors.to_le_bytes());
     put(12, &(SEG_MAX as u32).to_le_bytes());
     put(20, &config.block_size.to_le_bytes());
     // Physical blocks of 4096 bytes, aligned; no preferred sizes.

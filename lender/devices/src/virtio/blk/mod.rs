@@ -16,10 +16,10 @@ use super::{
 };
 use crate::{
     Bus,
-    block::{BlockQueue, DEPTH, Image, RemoteMedium, Tag, medium::Medium},
+    block::{BlockQueue, DEPTH, Image, RemoteMedium, SizeError, Tag, check_growth, medium::Medium},
     state::InFlight,
 };
-use layout::{CONFIG_LEN, SEG_MAX, WRITEBACK};
+use layout::{CAPACITY, CONFIG_LEN, SECTOR, SEG_MAX, WRITEBACK};
 use slots::Slots;
 use virtio_bindings::{virtio_blk::VIRTIO_BLK_F_CONFIG_WCE, virtio_ids::VIRTIO_ID_BLOCK};
 
@@ -51,6 +51,7 @@ pub struct VirtioBlk {
     serial: String,
     /// 512-byte sectors.
     sectors: u64,
+    block_size: u32,
     read_only: bool,
     stats: Stats,
     quiesced: bool,
@@ -148,6 +149,7 @@ impl VirtioBlk {
             config: layout::configuration(config, sectors, punches_holes),
             serial: config.serial_for(id),
             sectors,
+            block_size: config.block_size,
             read_only: config.read_only,
             stats: Stats::default(),
             quiesced: false,
@@ -287,7 +289,30 @@ impl VirtioBlk {
         self.slots.release(tag);
     }
 
+    /// The medium has grown to `size` bytes. Returns whether that is news.
+    fn grow(&mut self, size: u64) -> Result<bool, SizeError> {
+        let from = self.sectors * SECTOR;
+        check_growth(from, size, self.block_size)?;
+        let has_grown = size > from;
+        if has_grown {
+            self.sectors = size / SECTOR;
+            self.config[CAPACITY..CAPACITY + 8].copy_from_slice(&self.sectors.to_le_bytes());
+            self.medium.grow(size);
+            self.transport.config_changed();
+        }
+        Ok(has_grown)
+    }
+
+    /// Takes the size that [`BlockQueue::take_size`] returns. Logs a size that the disk cannot have, which has no effect.
+    fn take_growth(&mut self) {
+        if let Some(Err(error)) = self.block.take_size().map(|size| self.grow(size)) {
+            let error = format_args!("ignored a size that the lender has reported: {error}");
+            self.transport.log_error(error);
+        }
+    }
+
     fn run(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.take_growth();
         let mut busy = self.recover(bus);
         if self.may_take(bus) {
             self.unpark(bus);
@@ -303,6 +328,7 @@ impl VirtioBlk {
     fn interrupt_driver(&mut self, bus: &mut Bus<'_>) {
         if self.transport.is_running(bus) {
             self.transport.interrupt_driver(bus);
+            self.transport.notify_config_change(bus.irq);
         }
     }
 }

@@ -8,10 +8,13 @@
 
 use farside_fabric::memory::HostSlice;
 
-use super::{VirtioBlk, layout::WRITEBACK};
+use super::{
+    VirtioBlk,
+    layout::{SECTOR, WRITEBACK},
+};
 use crate::{
     Bus,
-    state::{Restored, StateError},
+    state::{Restored, StateError, has_grown},
     virtio::saved::Saved,
 };
 
@@ -39,6 +42,7 @@ impl VirtioBlk {
     pub(super) fn save(&mut self) {
         self.transport.save(Saved {
             writeback: self.config[WRITEBACK],
+            size: self.sectors * SECTOR,
             flush_failed: self.flush_failed,
             ..Saved::default()
         });
@@ -51,7 +55,11 @@ impl VirtioBlk {
             in_flight,
             ..
         } = restored;
+        let has_grown = has_grown(saved.size, self.sectors * SECTOR)?;
         let left = self.transport.restore(&saved, &words, in_flight)?;
+        if has_grown {
+            self.transport.config_changed();
+        }
         if left.len() > self.slots.len() {
             return Err(StateError::Invalid("more requests in flight than slots"));
         }

@@ -45,6 +45,7 @@ impl Transport {
             queue_select: self.queue_select,
             queues: queues.filter(|it| !reset(it)).collect(),
             msix_table: self.msix_table.to_vec(),
+            generation: self.generation,
             ..of_device
         };
         self.state.save(saved);
@@ -64,6 +65,7 @@ impl Transport {
             return Err(invalid("the size of the MSI-X table"));
         }
         self.msix_table.copy_from_slice(&saved.msix_table);
+        self.generation = saved.generation;
         if saved.resetting {
             // Nothing is in flight any more.
             self.forget_session();
@@ -86,6 +88,8 @@ impl Transport {
         self.config_vector = saved.config_vector;
         self.status = saved.status;
         self.queue_select = saved.queue_select;
+        // An interrupt may have been lost. It does no harm if the configuration has not changed.
+        self.config_changed = saved.status & DRIVER_OK != 0;
         for queue in &saved.queues {
             self.restore_queue(queue, words, is_vector(queue.vector))?;
         }

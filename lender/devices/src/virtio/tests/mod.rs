@@ -3,6 +3,7 @@ use crate::nvme::tests::{crash, failing, random, watch};
 mod bench;
 mod blk;
 mod faults;
+mod growth;
 mod hostile;
 mod net;
 mod network;

@@ -33,7 +33,7 @@ impl Remote {
     fn new() -> Self {
         let (near, far) = links();
         let mut driver = Driver::off(|_| ());
-        let (medium, keeper) = remote_medium(0, near).unwrap();
+        let (medium, keeper) = remote_medium(IMAGE, near).unwrap();
         let config = Config::new("disk0");
         driver.device = VirtioBlk::with_remote("disk0", &config, medium, (IMAGE, true)).unwrap();
         driver.start();
@@ -57,7 +57,7 @@ impl Remote {
     fn reconnect(&mut self) {
         let (near, far) = links();
         self.lent = Some(lend(&self.driver, far));
-        self.keeper.supply(Supply::Link(Box::new(near)));
+        self.keeper.supply(Supply::Link(Box::new(near), IMAGE));
     }
 
     /// Waits for the next request that is returned, with its status.

@@ -266,15 +266,15 @@ fn an_interrupt_of_each_queue_follows() {
     assert!(driver.irq.raised.is_empty());
     driver.memory.bus_master = true;
     driver.poll();
-    assert_eq!(driver.irq.raised, [1u16, 2]);
+    assert_eq!(driver.irq.raised, [1u16, 2, 0], "queues, configuration");
     driver.poll();
-    assert_eq!(driver.irq.raised, [1u16, 2]);
+    assert_eq!(driver.irq.raised, [1u16, 2, 0]);
     // By the line, too.
     driver.irq.intx = true;
     restart(&mut driver);
     driver.poll();
     assert!(driver.irq.line);
-    assert_eq!(driver.read(ISR, 1), 1);
+    assert_eq!(driver.read(ISR, 1), 3);
     assert!(!driver.irq.line);
 }
 

@@ -99,7 +99,7 @@ fn frames_pass_over_a_network_and_after_a_cut() {
             assert_eq!(remote.driver.take(TX), None);
             let (near, far) = links();
             remote.lent = Some(lend(&remote.driver.world, far));
-            assert!(remote.keeper.supply(Supply::Link(Box::new(near))));
+            assert!(remote.keeper.supply(Supply::Link(Box::new(near), TAP_SIZE)));
             remote.until(|driver| driver.take(TX));
             assert_eq!(remote.driver.host_takes(), Some(b"waits".to_vec()));
         }
