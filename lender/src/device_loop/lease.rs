@@ -9,6 +9,7 @@ use std::{
 };
 
 use farside_daemon::VmName;
+use farside_devices::Waiting;
 use farside_fabric::{MemoryRange, SharedFiles};
 use farside_lender_protocol::{
     Channel, ChannelError, Envelope, ErrorKind, Generation, RemoteError, Reply, Request,
@@ -206,9 +207,10 @@ impl<'a> LeaseLoop<'a> {
                 idle_since = now;
                 before.into_iter().for_each(|now| busy_poll.woke(now));
             }
+            let waiting = self.device.waiting();
             let mut step = match worked {
                 true => Step::Poll,
-                false => busy_poll.step(now - idle_since, now),
+                false => busy_poll.step_of(waiting, now - idle_since, now),
             };
             if step == Step::Block && !self.device.prepare_to_block() {
                 step = Step::Poll;
@@ -229,7 +231,9 @@ impl<'a> LeaseLoop<'a> {
                     continue;
                 }
             };
-            match self.wait(limit) {
+            // Its descriptor may be readable for what is over, and nothing of it is in flight.
+            let rests = waiting == Waiting::Nap && matches!(step, Step::Nap(_));
+            match self.wait(limit, !rests) {
                 Ok(true) => {
                     idle_since = Instant::now();
                     busy_poll.woke(idle_since);
@@ -240,8 +244,9 @@ impl<'a> LeaseLoop<'a> {
         }
     }
 
-    /// Waits for events, up to `limit`, and handles them. Returns whether there were any.
-    fn wait(&mut self, limit: Option<Duration>) -> Result<bool, End> {
+    /// Waits for events, up to `limit`, and handles them; for those of the medium if that `may_wake`. Returns whether there were
+    /// any.
+    fn wait(&mut self, limit: Option<Duration>, may_wake: bool) -> Result<bool, End> {
         self.owner.publish_problem(self.device.source().problem());
         if self.device.is_gone() {
             return Err(End::Gone);
@@ -267,7 +272,8 @@ impl<'a> LeaseLoop<'a> {
         let patience = patience.map(|patience| Timespec::try_from(patience).unwrap_or_default());
         let owner = &self.owner;
         // A device without its own descriptor wakes up by the other ones.
-        let device = self.device.wake_fd().unwrap_or(owner.stop.as_fd());
+        let device = self.device.wake_fd().filter(|_| may_wake);
+        let device = device.unwrap_or(owner.stop.as_fd());
         let mut fds = [
             PollFd::new(&self.registers, registers),
             PollFd::new(&self.connection, requests),
