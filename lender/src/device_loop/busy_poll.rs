@@ -13,7 +13,7 @@
 
 use std::time::{Duration, Instant};
 
-use farside_devices::Waiting;
+pub(super) use farside_devices::Waiting;
 
 /// The smallest non-zero poll time.
 const LEAST: Duration = Duration::from_micros(16);

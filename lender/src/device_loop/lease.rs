@@ -9,7 +9,6 @@ use std::{
 };
 
 use farside_daemon::VmName;
-use farside_devices::Waiting;
 use farside_fabric::{MemoryRange, SharedFiles};
 use farside_lender_protocol::{
     Channel, ChannelError, Envelope, ErrorKind, Generation, RemoteError, Reply, Request,
@@ -20,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
     DeviceLoop, Line,
-    busy_poll::{self, BusyPoll, Step},
+    busy_poll::{self, BusyPoll, Step, Waiting},
     channel::Offer,
     end::{End, LATE_ACCESSES, SEND_TIMEOUT, take_back},
 };
@@ -33,9 +32,8 @@ use crate::{
 /// Maximum number of register accesses served per round.
 const ACCESSES: usize = 64;
 
-/// Maximum number of register accesses served before a request. More than a register channel holds,
-/// so it covers all that were sent before the request; bounded, in case the borrower never stops
-/// sending.
+/// Maximum number of register accesses served before a request. More than a register channel holds, so it covers all that
+/// were sent before the request; bounded, in case the borrower never stops sending.
 const ACCESSES_BEFORE_REQUEST: usize = 64 * 1024;
 
 /// Rounds of a busy device between two polls of the connections. Such a poll costs a system call, a
@@ -68,8 +66,7 @@ struct Held {
 }
 
 impl<'a> LeaseLoop<'a> {
-    /// Serves one lease from its grant to its end. Returns `None` if the device could not be
-    /// revoked before the lender stopped.
+    /// Serves one lease from its grant to its end. Returns `None` if the device could not be revoked before the lender stopped.
     pub(super) fn serve(
         owner: &'a mut DeviceLoop,
         source: Box<dyn DeviceSource>,
@@ -207,10 +204,9 @@ impl<'a> LeaseLoop<'a> {
                 idle_since = now;
                 before.into_iter().for_each(|now| busy_poll.woke(now));
             }
-            let waiting = self.device.waiting();
             let mut step = match worked {
                 true => Step::Poll,
-                false => busy_poll.step_of(waiting, now - idle_since, now),
+                false => busy_poll.step_of(self.device.waiting(), now - idle_since, now),
             };
             if step == Step::Block && !self.device.prepare_to_block() {
                 step = Step::Poll;
@@ -232,7 +228,7 @@ impl<'a> LeaseLoop<'a> {
                 }
             };
             // Its descriptor may be readable for what is over, and nothing of it is in flight.
-            let rests = waiting == Waiting::Nap && matches!(step, Step::Nap(_));
+            let rests = matches!(step, Step::Nap(_)) && self.device.waiting() == Waiting::Nap;
             match self.wait(limit, !rests) {
                 Ok(true) => {
                     idle_since = Instant::now();
@@ -244,8 +240,7 @@ impl<'a> LeaseLoop<'a> {
         }
     }
 
-    /// Waits for events, up to `limit`, and handles them; for those of the medium if that `may_wake`. Returns whether there were
-    /// any.
+    /// Waits for events, the medium's too if that `may_wake`, up to `limit`, and handles them. Returns whether there were any.
     fn wait(&mut self, limit: Option<Duration>, may_wake: bool) -> Result<bool, End> {
         self.owner.publish_problem(self.device.source().problem());
         if self.device.is_gone() {
