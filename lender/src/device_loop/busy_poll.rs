@@ -205,8 +205,8 @@ mod tests {
 
     #[test]
     fn a_device_that_knows_how_to_wait_is_not_busy_polled() {
-        let now = Instant::now();
         let poll = after(&[100; 8]);
+        let now = Instant::now();
         let step = |waiting, idle| poll.step_of(waiting, idle, now);
         assert_eq!(step(Waiting::BusyPoll, Duration::ZERO), Step::Yield);
         assert_eq!(step(Waiting::Nap, Duration::ZERO), Step::Nap(NAP));
