@@ -12,7 +12,7 @@ use std::{
 };
 
 use farside_daemon::{DeviceId, VmName};
-use farside_devices::{Bus, Device};
+use farside_devices::{Bus, Device, Waiting};
 use farside_fabric::{
     FaultSummary, LenderPath, MAX_MAPPINGS, MemoryRange, PeerAddress, fits,
     memory::SharedMemory,
@@ -281,6 +281,10 @@ impl LeasedDevice for LeasedModel {
 
     fn is_polled(&self) -> bool {
         self.path.bus_master() && self.model.device.is_polled()
+    }
+
+    fn waiting(&self) -> Waiting {
+        self.model.device.waiting()
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

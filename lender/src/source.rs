@@ -10,6 +10,7 @@ use std::{
 };
 
 use farside_daemon::VmName;
+use farside_devices::Waiting;
 use farside_fabric::{
     FaultLog, FaultSummary, Iova, LenderPath, MemoryRange, PeerAddress, Usage, memory::SharedMemory,
 };
@@ -227,6 +228,11 @@ pub(crate) trait LeasedDevice: Send {
     /// As [`Device::is_polled`](farside_devices::Device::is_polled).
     fn is_polled(&self) -> bool {
         false
+    }
+
+    /// As [`Device::waiting`](farside_devices::Device::waiting).
+    fn waiting(&self) -> Waiting {
+        Waiting::BusyPoll
     }
 
     /// Readable when [`LeasedDevice::poll`] has work.

@@ -41,6 +41,18 @@ pub enum ResizeError {
     Size(#[from] block::SizeError),
 }
 
+/// How a device's owner waits for the driver, if it would otherwise busy-poll. Polling takes CPU time, which the guest may need.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waiting {
+    /// It busy-polls: the driver may be waiting for the device.
+    BusyPoll,
+    /// It polls at intervals, and looks at nothing else of the device meanwhile: the driver does not wait for each request, and takes
+    /// longer to make one than to wait for a poll.
+    Nap,
+    /// It enables notifications and blocks: the device is waiting for the driver, which is behind.
+    Block,
+}
+
 /// The model of a PCIe function.
 ///
 /// All calls come from one thread. Except for [`Device::flush`], a call waits for the medium only for a
@@ -76,6 +88,11 @@ pub trait Device: Send {
     /// Whether the guest may give it work without any notification, so that its owner has to poll it.
     fn is_polled(&self) -> bool {
         false
+    }
+
+    /// How its owner waits after a [`Device::poll`] without work.
+    fn waiting(&self) -> Waiting {
+        Waiting::BusyPoll
     }
 
     /// Readable when there is work for [`Device::poll`] that no BAR access triggers,

@@ -13,6 +13,8 @@
 
 use std::time::{Duration, Instant};
 
+pub(super) use farside_devices::Waiting;
+
 /// The smallest non-zero poll time.
 const LEAST: Duration = Duration::from_micros(16);
 
@@ -88,6 +90,15 @@ impl BusyPoll {
             Step::Poll
         } else {
             Step::Nap(NAP)
+        }
+    }
+
+    /// The same, of a device whose owner waits for its driver like this.
+    pub(crate) fn step_of(&self, waiting: Waiting, idle: Duration, now: Instant) -> Step {
+        match (waiting, self.step(idle, now)) {
+            (_, Step::Block) | (Waiting::Block, _) => Step::Block,
+            (Waiting::Nap, _) => Step::Nap(NAP),
+            (Waiting::BusyPoll, step) => step,
         }
     }
 
@@ -190,6 +201,17 @@ mod tests {
             poll.woke_after(Duration::ZERO);
         }
         assert_eq!(poll.step(Duration::ZERO, now), Step::Block);
+    }
+
+    #[test]
+    fn a_device_that_knows_how_to_wait_is_not_busy_polled() {
+        let poll = after(&[100; 8]);
+        let now = Instant::now();
+        let step = |waiting, idle| poll.step_of(waiting, idle, now);
+        assert_eq!(step(Waiting::BusyPoll, Duration::ZERO), Step::Yield);
+        assert_eq!(step(Waiting::Nap, Duration::ZERO), Step::Nap(NAP));
+        assert_eq!(step(Waiting::Nap, MOST), Step::Block);
+        assert_eq!(step(Waiting::Block, Duration::ZERO), Step::Block);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{
     DeviceLoop, Line,
-    busy_poll::{self, BusyPoll, Step},
+    busy_poll::{self, BusyPoll, Step, Waiting},
     channel::Offer,
     end::{End, LATE_ACCESSES, SEND_TIMEOUT, take_back},
 };
@@ -32,9 +32,8 @@ use crate::{
 /// Maximum number of register accesses served per round.
 const ACCESSES: usize = 64;
 
-/// Maximum number of register accesses served before a request. More than a register channel holds,
-/// so it covers all that were sent before the request; bounded, in case the borrower never stops
-/// sending.
+/// Maximum number of register accesses served before a request. More than a register channel holds, so it covers all that
+/// were sent before the request; bounded, in case the borrower never stops sending.
 const ACCESSES_BEFORE_REQUEST: usize = 64 * 1024;
 
 /// Rounds of a busy device between two polls of the connections. Such a poll costs a system call, a
@@ -67,8 +66,7 @@ struct Held {
 }
 
 impl<'a> LeaseLoop<'a> {
-    /// Serves one lease from its grant to its end. Returns `None` if the device could not be
-    /// revoked before the lender stopped.
+    /// Serves one lease from its grant to its end. Returns `None` if the device could not be revoked before the lender stopped.
     pub(super) fn serve(
         owner: &'a mut DeviceLoop,
         source: Box<dyn DeviceSource>,
@@ -208,7 +206,7 @@ impl<'a> LeaseLoop<'a> {
             }
             let mut step = match worked {
                 true => Step::Poll,
-                false => busy_poll.step(now - idle_since, now),
+                false => busy_poll.step_of(self.device.waiting(), now - idle_since, now),
             };
             if step == Step::Block && !self.device.prepare_to_block() {
                 step = Step::Poll;
@@ -229,7 +227,9 @@ impl<'a> LeaseLoop<'a> {
                     continue;
                 }
             };
-            match self.wait(limit) {
+            // Its descriptor may be readable for what is over, and nothing of it is in flight.
+            let rests = matches!(step, Step::Nap(_)) && self.device.waiting() == Waiting::Nap;
+            match self.wait(limit, !rests) {
                 Ok(true) => {
                     idle_since = Instant::now();
                     busy_poll.woke(idle_since);
@@ -240,8 +240,8 @@ impl<'a> LeaseLoop<'a> {
         }
     }
 
-    /// Waits for events, up to `limit`, and handles them. Returns whether there were any.
-    fn wait(&mut self, limit: Option<Duration>) -> Result<bool, End> {
+    /// Waits for events, the medium's too if that `may_wake`, up to `limit`, and handles them. Returns whether there were any.
+    fn wait(&mut self, limit: Option<Duration>, may_wake: bool) -> Result<bool, End> {
         self.owner.publish_problem(self.device.source().problem());
         if self.device.is_gone() {
             return Err(End::Gone);
@@ -267,7 +267,8 @@ impl<'a> LeaseLoop<'a> {
         let patience = patience.map(|patience| Timespec::try_from(patience).unwrap_or_default());
         let owner = &self.owner;
         // A device without its own descriptor wakes up by the other ones.
-        let device = self.device.wake_fd().unwrap_or(owner.stop.as_fd());
+        let device = self.device.wake_fd().filter(|_| may_wake);
+        let device = device.unwrap_or(owner.stop.as_fd());
         let mut fds = [
             PollFd::new(&self.registers, registers),
             PollFd::new(&self.connection, requests),

@@ -272,6 +272,8 @@ pub(super) struct TapEngine {
     finished: Vec<(Tag, i32)>,
     /// Edge-triggered: frames that nobody asks for are not reported again and again.
     epoll: OwnedFd,
+    /// Never readable.
+    nothing: OwnedFd,
 }
 
 impl TapEngine {
@@ -284,6 +286,7 @@ impl TapEngine {
             reads: VecDeque::with_capacity(depth.into()),
             finished: Vec::with_capacity(depth.into()),
             epoll,
+            nothing: epoll::create(epoll::CreateFlags::CLOEXEC)?,
         })
     }
 
@@ -396,7 +399,11 @@ impl Engine for TapEngine {
     }
 
     fn wake_fd(&self) -> BorrowedFd<'_> {
-        self.epoll.as_fd()
+        // Frames that nobody asks for would wake the owner, one after the other.
+        match self.reads.is_empty() {
+            true => self.nothing.as_fd(),
+            false => self.epoll.as_fd(),
+        }
     }
 
     fn wait(&mut self) {

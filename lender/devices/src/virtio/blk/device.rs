@@ -6,7 +6,7 @@ use farside_fabric::memory::HostSlice;
 use farside_pci::Description;
 
 use super::VirtioBlk;
-use crate::{Bus, Device, ResizeError, block::DEPTH, state, virtio::pci::BAR_SIZE};
+use crate::{Bus, Device, ResizeError, Waiting, block::DEPTH, state, virtio::pci::BAR_SIZE};
 
 impl Device for VirtioBlk {
     fn description(&self) -> &Description {
@@ -47,6 +47,13 @@ impl Device for VirtioBlk {
         };
         self.save_changes();
         !pending && !self.block.is_busy()
+    }
+
+    fn waiting(&self) -> Waiting {
+        match self.naps > 0 && self.slots.in_flight() == 0 {
+            true => Waiting::Nap,
+            false => Waiting::BusyPoll,
+        }
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

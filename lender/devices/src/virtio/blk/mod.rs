@@ -10,6 +10,8 @@ mod slots;
 
 pub use config::{Config, ConfigError};
 
+use std::time::{Duration, Instant};
+
 use super::{
     pci::{Kind, Transport, Written},
     queue::Segment,
@@ -31,6 +33,13 @@ const MAX_TAKEN: usize = 1024;
 
 /// Most rounds of I/O per poll. Bounds the duration of a poll.
 const MAX_TURNS: usize = 8;
+
+/// Time that the driver takes for a request, from which on it may wait for polls at intervals: they take no more than two or three
+/// requests' time.
+const UNHURRIED: Duration = Duration::from_micros(30);
+
+/// Polls that are at intervals, unless there is another batch: the driver may be waiting for each request by then.
+const NAPS: u8 = 16;
 
 /// The device type. Its class is that of mass storage, SCSI, as QEMU's.
 const KIND: Kind = Kind {
@@ -63,6 +72,10 @@ pub struct VirtioBlk {
     flush_failed: bool,
     /// The queue that the next round starts with.
     turn: u16,
+    /// When requests were last taken.
+    taken_at: Option<Instant>,
+    /// So many of the next polls are at intervals: the driver has put in several requests, and takes longer to make one than to wait.
+    naps: u8,
     /// The buffers of the request that is being decoded.
     segments: Vec<Segment>,
 }
@@ -157,6 +170,8 @@ impl VirtioBlk {
             recovering: false,
             flush_failed: false,
             turn: 0,
+            taken_at: None,
+            naps: 0,
             segments: Vec::with_capacity(SEG_MAX + 2),
         })
     }
@@ -224,17 +239,27 @@ impl VirtioBlk {
 
     fn take_all(&mut self, bus: &mut Bus<'_>) -> bool {
         let count = self.transport.queue_count();
-        let (first, mut taken) = (self.turn, 0);
+        let (first, mut taken, mut largest) = (self.turn, 0, 0);
         for queue in (0..count).map(|step| (first + step) % count) {
             if taken >= MAX_TAKEN {
-                return true;
+                break;
             }
-            let before = taken;
-            taken += self.take_from(queue, bus);
-            if taken > before {
+            let batch = self.take_from(queue, bus);
+            if batch > 0 {
                 // The next poll begins with those that were left out. One that takes nothing changes no queue's turn.
                 self.turn = (queue + 1) % count;
+                taken += batch;
+                largest = largest.max(batch);
             }
+        }
+        if taken > 0 {
+            let now = Instant::now();
+            let since = self.taken_at.replace(now).map(|at| now - at);
+            let unhurried = since >= Some(UNHURRIED * taken as u32);
+            self.naps = match largest > 1 && unhurried {
+                true => NAPS,
+                false => self.naps.saturating_sub(1),
+            };
         }
         taken > 0
     }

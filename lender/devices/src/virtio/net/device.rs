@@ -6,7 +6,7 @@ use farside_fabric::memory::HostSlice;
 use farside_pci::Description;
 
 use super::{MOST_SENDING, Session, VirtioNet, receive_queue, transmit_queue};
-use crate::{Bus, Device, state, virtio::pci::BAR_SIZE};
+use crate::{Bus, Device, Waiting, state, virtio::pci::BAR_SIZE};
 
 impl Device for VirtioNet {
     fn description(&self) -> &Description {
@@ -61,6 +61,13 @@ impl Device for VirtioNet {
         };
         self.save_changes();
         !pending && !self.block.is_busy()
+    }
+
+    fn waiting(&self) -> Waiting {
+        match self.no_buffers {
+            true => Waiting::Block,
+            false => Waiting::BusyPoll,
+        }
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

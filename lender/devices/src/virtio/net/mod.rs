@@ -161,6 +161,8 @@ pub struct VirtioNet {
     given: Vec<(u16, u32)>,
     /// So many buffers are there, and too short for the frame that waits.
     too_few: u16,
+    /// A frame waits for buffers.
+    no_buffers: bool,
 }
 
 /// Counters since power-on, across resets.
@@ -246,6 +248,7 @@ impl VirtioNet {
             segments: Vec::with_capacity(MOST_BUFFERS),
             given: Vec::with_capacity(MOST_BUFFERS),
             too_few: 0,
+            no_buffers: false,
         })
     }
 

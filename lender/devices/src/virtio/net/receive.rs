@@ -118,6 +118,7 @@ impl VirtioNet {
 
     /// Delivers frames to the driver. Returns whether there was any.
     pub(super) fn deliver_frames(&mut self, bus: &mut Bus<'_>) -> bool {
+        self.no_buffers = false;
         for count in 0..BURST {
             if !self.may_run(bus) || self.session != Session::Open {
                 return count > 0;
@@ -127,7 +128,10 @@ impl VirtioNet {
             };
             let (len, queue) = (*len, receive_queue(*pair));
             match self.deliver(tag, len, queue, bus) {
-                Delivery::NoBuffers => return count > 0,
+                Delivery::NoBuffers => {
+                    self.no_buffers = true;
+                    return count > 0;
+                }
                 Delivery::Delivered => {
                     self.stats.received += 1;
                     self.stats.bytes_received += (len - HEADER) as u64;

@@ -1,13 +1,16 @@
 //! Requests.
 
-use std::{os::unix::fs::PermissionsExt, time::Instant};
+use std::{
+    os::unix::fs::PermissionsExt,
+    time::{Duration, Instant},
+};
 
 use super::world::{
     BASE, DATA, DEVICE, DISCARD, Driver, F_CONFIG_WCE, F_FLUSH, FLUSH, GET_ID, IMAGE, IOERR, OK,
     READ, SIZE, UNSUPP, WRITE, WRITE_ZEROES, on_each_form, pattern, readable, writable,
 };
 use crate::{
-    Device,
+    Device, Waiting,
     block::ImageError,
     virtio::{Config, ConfigError, VirtioBlk},
 };
@@ -30,6 +33,30 @@ fn what_is_written_is_read() {
         assert_eq!(driver.stat("bytes_written"), 64 << 10);
         assert_eq!(driver.stat("bytes_read"), 64 << 10);
     });
+}
+
+#[test]
+fn a_driver_that_puts_in_several_requests_at_a_time_is_polled_at_intervals() {
+    let mut driver = Driver::ready(|_| {});
+    let mut after = |count| {
+        // A cached write is over when the poll is.
+        std::thread::sleep(Duration::from_millis(1));
+        for _ in 0..count {
+            driver.request(0, WRITE, 0, &[readable(DATA, 512)]);
+        }
+        assert!(driver.poll());
+        for _ in 0..count {
+            driver.wait(0);
+        }
+        driver.device.waiting()
+    };
+    assert_eq!(after(1), Waiting::BusyPoll);
+    assert_eq!(after(1), Waiting::BusyPoll);
+    assert_eq!(after(2), Waiting::Nap);
+    for _ in 1..16 {
+        assert_eq!(after(1), Waiting::Nap);
+    }
+    assert_eq!(after(1), Waiting::BusyPoll);
 }
 
 #[test]

@@ -17,7 +17,7 @@ use super::{
     world::{BASE, DATA, Driver, F_EVENT_IDX, Model, RINGS, SIZE, pattern, readable, writable},
 };
 use crate::{
-    Device,
+    Device, Waiting,
     block::Tap,
     virtio::{VirtioNet, net::Config},
 };
@@ -489,10 +489,14 @@ fn an_idle_device_sleeps_while_no_buffers_are_there() {
     driver.settle();
     assert!(!driver.poll(), "no work");
     assert!(driver.enable_notifications(), "it can sleep");
+    assert_eq!(driver.device.waiting(), Waiting::Block, "at once");
     for n in 0..200u8 {
         driver.add_buffers(1);
         assert_eq!(driver.wait_frame().1, [n; 10]);
     }
+    driver.add_buffers(1);
+    driver.settle();
+    assert_eq!(driver.device.waiting(), Waiting::BusyPoll);
 }
 
 /// A device that is killed at any instruction loses no frame that waits, and repeats what was being sent: one frame here.
