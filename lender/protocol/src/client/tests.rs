@@ -2,6 +2,8 @@
 
 use std::{sync::mpsc, thread::JoinHandle};
 
+use farside_fabric::{Iova, PeerAddress};
+
 use super::*;
 use crate::{Instance, Listener};
 
