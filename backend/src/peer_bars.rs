@@ -37,7 +37,7 @@ pub(crate) struct Reaching<'a> {
 }
 
 impl PeerBar {
-    /// What `by` reaches at `skip` bytes from the BAR's beginning, if anything.
+    /// The target of `by` at `skip` bytes from the BAR's beginning, if anything.
     ///
     /// The descriptor of a function gives more than the BAR: only the function's own lender gets it. A function beyond an NTB
     /// is reached by the devices beyond it, at their lender: a controller here would wait for a round trip for each word that
@@ -76,7 +76,7 @@ impl PeerBars {
         };
     }
 
-    /// The device other than `by` whose BAR `range` is, or is a part of, and what `by` reaches there: memory by a descriptor of
+    /// The device other than `by` whose BAR `range` is, or is a part of, and the target of `by` there: memory by a descriptor of
     /// its own, as the next backend claims one for each device. `None` if there is no descriptor left, too.
     pub(crate) fn find(&self, range: GpaRange, by: &Reaching<'_>) -> Option<(DeviceId, Target)> {
         let listed = self.lock();

@@ -33,6 +33,7 @@ impl Machine {
         side.vectors.disable_all();
         side.held = None;
         side.answers = true;
+        side.waits = false;
         side.unplugged = false;
         let outstanding = side.commands.clear();
         self.ntb.cancel_read(port);

@@ -11,11 +11,9 @@ use crate::{
     side::{Side, Tag},
 };
 
-/// Requests of one VMM that are served before the other one's are.
-const BUDGET: usize = 256;
-
-/// Most writes in one request of QEMU (`VFIO_USER_MULTI_MAX`).
-const WRITES: usize = 200;
+/// Outstanding DMA commands to a VMM from which on the requests of the other one wait. Linux's buffer of a UNIX socket has room for
+/// so many answers without data, so that a VMM which writes them while the server writes to it does not block.
+const ENOUGH: usize = 256;
 
 /// Both VMs.
 pub(crate) struct Hosts(pub(crate) [Side; 2]);
@@ -25,16 +23,14 @@ impl Hosts {
         &mut self.0[port as usize]
     }
 
-    /// How many requests of the VMM of `port` may be served now. None while its last one waits, and while there is no room for the
-    /// DMA commands that one more could cause: its writes wait then, as posted writes of PCIe do for flow control credits. They do
-    /// not wait for a peer that has not answered the last command in time.
-    pub(crate) fn budget(&self, port: Port) -> usize {
+    /// Whether the requests of the VMM of `port` must wait: for its own load, or until the other VMM has executed commands, as
+    /// posted writes of PCIe wait for flow control credits. An answer may be behind a request that waits. So they do not wait for a
+    /// VMM that executes no commands, because it waits itself or has not answered in time: writes beyond the limit of
+    /// commands are refused then.
+    pub(crate) fn must_wait(&self, port: Port) -> bool {
         let (own, other) = (&self.0[port as usize], &self.0[port.peer() as usize]);
-        match own.held {
-            Some(_) => 0,
-            None if !other.answers => BUDGET,
-            None => BUDGET.min(other.commands.room() / WRITES),
-        }
+        let executes = other.answers && !other.waits;
+        own.held.is_some() || executes && other.commands.outstanding() >= ENOUGH
     }
 
     /// Whether an access to shared memory of `port` must be queued behind the DMA

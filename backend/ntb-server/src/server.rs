@@ -23,6 +23,10 @@ use crate::{
     side::Side,
 };
 
+/// Requests of one client that are served before the other client is. Each has up to 200 writes of QEMU's (`VFIO_USER_MULTI_MAX`): the
+/// limit of DMA commands has room for those of so many requests.
+const BUDGET: usize = 16;
+
 /// Index of the first client in the `pollfd` array.
 const CLIENTS: usize = 3;
 
@@ -251,7 +255,7 @@ impl NtbServer {
         }
     }
 
-    /// Serves requests of a client, as many as its [`budget`](Hosts::budget) allows.
+    /// Serves up to [`BUDGET`] requests of a client, unless they [must wait](Hosts::must_wait).
     fn serve(&mut self, port: Port) -> Result<(), ConnectionError> {
         let Some(client) = &mut self.endpoints[port as usize].client else {
             return Ok(());
@@ -261,20 +265,21 @@ impl NtbServer {
             session,
             next,
         } = client;
-        let budget = self.machine.hosts.budget(port);
+        let waits = self.machine.hosts.must_wait(port);
+        self.machine.hosts.side(port).waits = waits;
         let mut handler = PortHandler {
             machine: &mut self.machine,
             port,
         };
         *next = if connection.wants_write() && !connection.flush()? {
             Next::Room
-        } else if budget == 0 {
+        } else if waits {
             match pump_replies(connection, &mut handler)? {
                 true => Next::Other,
                 false => Next::Input,
             }
         } else {
-            match pump(connection, session, &mut handler, budget)? {
+            match pump(connection, session, &mut handler, BUDGET)? {
                 Pumped::Idle => Next::Input,
                 Pumped::Full => Next::Room,
                 Pumped::Budget | Pumped::Later => Next::Now,
@@ -326,8 +331,9 @@ impl NtbServer {
     fn resume(&mut self, port: Port) {
         if let Some(client) = &mut self.endpoints[port as usize].client
             && client.next == Next::Other
-            && self.machine.hosts.budget(port) > 0
+            && !self.machine.hosts.must_wait(port)
         {
+            self.machine.hosts.side(port).waits = false;
             client.next = Next::Now;
         }
     }

@@ -15,9 +15,8 @@ use crate::model::{Port, Target};
 /// waits for the command is answered in time.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Most outstanding DMA commands to a VMM. Linux's buffer of a UNIX socket has room for so many short messages: so a VMM that
-/// answers one while the server writes to it does not block, and with it the server, which does not read then.
-const MAX_COMMANDS: usize = 256;
+/// Most outstanding DMA commands to a VMM. Bounds memory.
+const MAX_COMMANDS: usize = 4096;
 
 /// One VM.
 pub(crate) struct Side {
@@ -32,6 +31,8 @@ pub(crate) struct Side {
     pub(crate) commands: DmaCommands<Tag>,
     /// The last command that ended was answered.
     pub(crate) answers: bool,
+    /// Its requests wait: for its own load, or until the other VMM has executed commands.
+    pub(crate) waits: bool,
     /// A window read by this VMM that waits for the peer.
     pub(crate) held: Option<Held>,
     /// The VMM has unplugged the port and may keep the connection.
@@ -79,6 +80,7 @@ impl Side {
             memory: Memory::default(),
             commands: DmaCommands::new(COMMAND_TIMEOUT, MAX_COMMANDS),
             answers: true,
+            waits: false,
             held: None,
             unplugged: false,
             unplugs: RateLimit::new(),

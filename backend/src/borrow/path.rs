@@ -104,7 +104,8 @@ pub(crate) struct OpenPath {
     segments: BTreeMap<Gpa, Segment>,
     page_pins: PagePins,
     windows: Vec<Window>,
-    /// First addresses of the BARs that the device reaches at its lender, without a window of the NTB.
+    /// First addresses of the BARs that the device reaches at its lender, without a window of the NTB. Such a device has no other
+    /// process in which it goes on.
     lenders_bars: BTreeSet<Gpa>,
     /// Sizes of the mappings that could not be added, by first address.
     unreachable: BTreeMap<Gpa, u64>,

@@ -85,7 +85,7 @@ impl Device {
         areas.iter().filter_map(of_area).collect()
     }
 
-    /// What a range without a descriptor is: a BAR of a device of the VM, or memory that no device can reach.
+    /// The target of a range without a descriptor: a BAR of a device of the VM, or memory that no device can reach.
     ///
     /// Behind a vIOMMU, where the guest has no RAM at 1 MiB, an address is an IOVA, and not that of a BAR.
     pub(super) fn target_without_descriptor(&mut self, start: Gpa, len: u64) -> Target {

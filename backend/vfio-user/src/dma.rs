@@ -138,15 +138,14 @@ impl<T> DmaCommands<T> {
         self.start(Command::DmaWrite, address, count, data, tag)
     }
 
-    /// How many more commands may be outstanding.
-    pub fn room(&self) -> usize {
-        let outstanding = self.sent.len() + self.waiting.len();
-        self.most.saturating_sub(outstanding)
+    /// How many commands are outstanding.
+    pub fn outstanding(&self) -> usize {
+        self.sent.len() + self.waiting.len()
     }
 
     /// Whether no command is outstanding.
     pub fn is_idle(&self) -> bool {
-        self.sent.is_empty() && self.waiting.is_empty()
+        self.outstanding() == 0
     }
 
     /// Passes encoded commands to the connection.
@@ -236,7 +235,7 @@ impl<T> DmaCommands<T> {
         data: &[u8],
         tag: T,
     ) -> Result<(), TooMany> {
-        if self.room() == 0 {
+        if self.outstanding() >= self.most {
             return Err(TooMany(self.most));
         }
         let due = Instant::now() + self.timeout;

@@ -1,6 +1,6 @@
 //! BARs of a borrowed device, for the borrower's CPUs: mapped into the endpoint's domain, so that
-//! the peer's window can translate to them. And for the other devices of its VM (peer to peer), which
-//! reach them without the NTB.
+//! the peer's window can translate to them. The other devices of its VM (peer to peer) reach them
+//! without the NTB.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -61,11 +61,11 @@ struct Area<F: FunctionOps> {
 }
 
 impl<F: FunctionOps> Exports<F> {
-    /// The area with the `len` bytes at peer address `at`, of a device of `vm` other than `not`, and their offset in it.
+    /// The area with the `len` bytes at peer address `at`, of a device of `vm` other than `except`, and their offset in it.
     pub(crate) fn find(
         &self,
         vm: &str,
-        not: &Arc<F>,
+        except: &Arc<F>,
         at: PeerAddress,
         len: u64,
     ) -> Option<(Arc<BarOf<F>>, u64)> {
@@ -73,7 +73,7 @@ impl<F: FunctionOps> Exports<F> {
         let (start, area) = areas.range(..=at).next_back()?;
         let offset = at.offset_from(*start)?;
         let inside = offset.checked_add(len).is_some_and(|end| end <= area.len);
-        let allowed = inside && area.vm == vm && !Arc::ptr_eq(&area.of, not);
+        let allowed = inside && area.vm == vm && !Arc::ptr_eq(&area.of, except);
         allowed.then(|| (Arc::clone(&area.memory), offset))
     }
 
@@ -158,8 +158,13 @@ impl<F: FunctionOps> Export<F> {
 
     fn unmap(&mut self) -> Result<(), NtbError> {
         let domain = self.adapter.function().domain();
+        // All, also if one cannot be unmapped: the areas keep the function open.
+        let mut areas = self.adapter.exports().lock();
+        self.mapped
+            .iter()
+            .for_each(|(at, _)| drop(areas.remove(at)));
+        drop(areas);
         while let Some(&(at, len)) = self.mapped.last() {
-            self.adapter.exports().lock().remove(&at);
             domain.unmap(endpoint_iova(at), len)?;
             self.mapped.pop();
         }

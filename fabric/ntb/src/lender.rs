@@ -32,7 +32,7 @@ pub struct LenderNtb<F: FunctionOps = Function> {
     requester: RequesterEntry<F>,
 }
 
-/// What a window leads to.
+/// The target of a window.
 enum Window<F: FunctionOps> {
     /// Memory of the peer host.
     Peer(LutRun<F>),

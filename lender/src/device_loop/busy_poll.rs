@@ -93,7 +93,7 @@ impl BusyPoll {
         }
     }
 
-    /// The same, of a device whose owner waits for its driver like this.
+    /// [`step`](Self::step), overridden by the device's [`Waiting`].
     pub(crate) fn step_of(&self, waiting: Waiting, idle: Duration, now: Instant) -> Step {
         match (waiting, self.step(idle, now)) {
             (_, Step::Block) | (Waiting::Block, _) => Step::Block,

@@ -227,7 +227,7 @@ impl<'a> LeaseLoop<'a> {
                     continue;
                 }
             };
-            // Its descriptor may be readable for what is over, and nothing of it is in flight.
+            // The medium's descriptor may be readable for completions that are reaped. Nothing is in flight.
             let rests = matches!(step, Step::Nap(_)) && self.device.waiting() == Waiting::Nap;
             match self.wait(limit, !rests) {
                 Ok(true) => {

@@ -272,8 +272,7 @@ pub(super) struct TapEngine {
     finished: Vec<(Tag, i32)>,
     /// Edge-triggered: frames that nobody asks for are not reported again and again.
     epoll: OwnedFd,
-    /// Never readable.
-    nothing: OwnedFd,
+    never_ready: OwnedFd,
 }
 
 impl TapEngine {
@@ -286,7 +285,7 @@ impl TapEngine {
             reads: VecDeque::with_capacity(depth.into()),
             finished: Vec::with_capacity(depth.into()),
             epoll,
-            nothing: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            never_ready: epoll::create(epoll::CreateFlags::CLOEXEC)?,
         })
     }
 
@@ -399,9 +398,9 @@ impl Engine for TapEngine {
     }
 
     fn wake_fd(&self) -> BorrowedFd<'_> {
-        // Frames that nobody asks for would wake the owner, one after the other.
+        // Unrequested frames would wake the owner, one after the other.
         match self.reads.is_empty() {
-            true => self.nothing.as_fd(),
+            true => self.never_ready.as_fd(),
             false => self.epoll.as_fd(),
         }
     }

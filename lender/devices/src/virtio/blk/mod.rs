@@ -227,6 +227,7 @@ impl VirtioBlk {
     fn forget_session(&mut self) {
         self.config[WRITEBACK] = 1;
         self.turn = 0;
+        (self.taken_at, self.naps) = (None, 0);
         self.recovery = None;
         self.flush_failed = false;
     }

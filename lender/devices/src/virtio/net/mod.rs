@@ -271,6 +271,7 @@ impl VirtioNet {
         self.session = Session::Off;
         (self.active, self.flows) = (1, Flows::NONE);
         self.receiving.iter_mut().for_each(Receiving::discard);
+        self.no_buffers = false;
     }
 
     /// Advances a reset: it is over when nothing is sent out of guest memory.
