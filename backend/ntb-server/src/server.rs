@@ -327,13 +327,15 @@ impl NtbServer {
         }
     }
 
-    /// Serves a client again that has waited.
+    /// Serves a client again that has waited, if it has sent a request meanwhile.
     fn resume(&mut self, port: Port) {
+        if self.machine.hosts.must_wait(port) {
+            return;
+        }
+        self.machine.hosts.side(port).waits = false;
         if let Some(client) = &mut self.endpoints[port as usize].client
             && client.next == Next::Other
-            && !self.machine.hosts.must_wait(port)
         {
-            self.machine.hosts.side(port).waits = false;
             client.next = Next::Now;
         }
     }

@@ -9,7 +9,7 @@ use farside_ntb::regs::{WINDOW_BAR, error, event, reg};
 use rustix::io::Errno;
 
 use crate::{
-    vmm::{Layout, Vmm},
+    vmm::{Layout, NO_REPLY, Vmm},
     world::{RAM, World, lead},
 };
 
@@ -197,6 +197,29 @@ fn a_flood_of_writes_does_not_wait_long_for_a_peer_that_does_not_answer() {
     // QEMU waits for 5 s.
     let (timeout, limit) = (Duration::from_secs(2), Duration::from_secs(5));
     assert!(elapsed >= timeout && elapsed < limit, "{elapsed:?}");
+}
+
+#[test]
+fn a_flood_of_writes_waits_for_a_peer_that_has_waited_for_a_load() {
+    // Together more than the limit of commands, and sent before the first is executed.
+    const REQUESTS: u64 = 30;
+    const WRITES: u64 = 200;
+    let mut world = World::new();
+    lead(&mut world.a, 0, DEVICE);
+    lead(&mut world.b, 0, DEVICE);
+    world.a.post_read(WINDOW_BAR, 0, 4);
+    let read = world.b.expect_read(DEVICE, 4);
+    world.b.answer_read(&read, Ok(&[1; 4]));
+    assert_eq!(world.a.read_reply(), [1; 4]);
+    for request in 0..REQUESTS {
+        let writes: Vec<_> = (0..WRITES).map(|n| (0, request * WRITES + n)).collect();
+        world.b.post_multi(WINDOW_BAR, NO_REPLY, &writes);
+    }
+    for n in 0..REQUESTS * WRITES {
+        let write = world.a.expect_write(DEVICE, &n.to_le_bytes());
+        world.a.answer_write(&write, Ok(()));
+    }
+    assert_eq!(world.b.get32(reg::ERROR_COUNT), 0);
 }
 
 /// Writes of which some wait, as over 256 of their commands are not executed: no more than fit in a socket's buffer.

@@ -36,7 +36,7 @@ pub const DMA_WRITE: u16 = 12;
 const RESET: u16 = 13;
 const WRITE_MULTI: u16 = 15;
 
-const NO_REPLY: u32 = 1 << 4;
+pub const NO_REPLY: u32 = 1 << 4;
 const CONFIG_REGION: u32 = 7;
 
 /// A VMM's layout of DMA commands.
@@ -319,12 +319,18 @@ impl Vmm {
 
     /// Writes of eight bytes each, in one message.
     pub fn write_multi(&mut self, bar: u8, writes: &[(u64, u64)]) {
+        self.post_multi(bar, 0, writes);
+        self.reply().unwrap();
+    }
+
+    /// The same without waiting, and without a reply if `flags` say so.
+    pub fn post_multi(&mut self, bar: u8, flags: u32, writes: &[(u64, u64)]) {
         let mut payload = longs(&[writes.len() as u64]);
         for (offset, value) in writes {
             payload.extend(access(*offset, bar.into(), 8));
             payload.extend(value.to_le_bytes());
         }
-        self.call(WRITE_MULTI, &payload, &[]).unwrap();
+        self.post(WRITE_MULTI, flags, &payload, &[]);
     }
 
     pub fn get32(&mut self, offset: u64) -> u32 {
