@@ -318,8 +318,8 @@ pub(crate) struct Serve {
     pub(crate) machine: Option<MachineArg>,
     /// Time after which a device that is not DMA-ready is reported as late,
     /// seconds. Pinning is given four fifths of QEMU's x-msg-timeout (5 s, or more
-    /// with --memory), or this time if it is longer; set QEMU's x-msg-timeout at
-    /// least one second higher [default: those four fifths].
+    /// with --memory), or this time if it is longer; then set QEMU's x-msg-timeout to
+    /// five fourths of it, as `farside qemu` does [default: those four fifths].
     #[arg(long, value_name = "SECONDS")]
     pub(crate) open_timeout: Option<u64>,
     /// Time for which a device waits for its lender, seconds: one that is borrowed over the

@@ -59,8 +59,12 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
         vm.monitor = Some(MonitorSocket::Fd(socket.as_raw_fd()));
     }
 
+    let backend = served(&name).ok();
+    if let Some(backend) = &backend {
+        vm.open_timeout = vm.open_timeout.max(Some(open_timeout(backend)));
+    }
     let mut command_line = vm.command_line(&qemu)?;
-    if let Ok(backend) = served(&name) {
+    if let Some(backend) = &backend {
         // With a monitor from the service manager, QEMU's user may not connect to lenders: the
         // example of a socket unit runs this check, as the lender's user.
         if monitor.is_none() {
@@ -68,7 +72,7 @@ pub(crate) fn run(args: Qemu) -> anyhow::Result<()> {
                 check(&vm, &device.device, &device.lender)?;
             }
         }
-        let open_timeout = open_timeout(&backend);
+        let open_timeout = open_timeout(backend);
         if open_timeout < Duration::from_millis(vm.ram / PINNED_PER_MS) {
             log::warn!(
                 "pinning {} may take longer than the {:?} that the backend of VM {name} allows: start it with --memory {}M",

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::{Device, HugePages, Machine, Vm, VmError, check::path_text, message_timeout_ms};
+use crate::{Device, HugePages, Machine, Vm, VmError, check::path_text};
 use crate::{ports, qemu_id};
 
 /// Ids of farside's objects. Those of devices begin with `dev-`.
@@ -116,7 +116,7 @@ impl Vm {
                 kind: "unix",
                 path: path_text(&device.socket)?,
             },
-            timeout: message_timeout_ms(self.ram),
+            timeout: self.message_timeout_ms(),
             bootindex: device.bootindex,
         })
     }

@@ -1,5 +1,7 @@
 //! QEMU's request timeout.
 
+use crate::Vm;
+
 /// QEMU's default of `x-msg-timeout`, in milliseconds: for work that does not grow with guest RAM.
 const BASE_MS: u64 = 5000;
 /// Bytes that the host can zero and pin in a millisecond, in the worst case:
@@ -32,4 +34,13 @@ pub fn message_timeout_ms(ram: u64) -> u32 {
         .saturating_mul(1000);
     // The property has 32 bits.
     u32::try_from(ms).unwrap_or(u32::MAX)
+}
+
+impl Vm {
+    /// `x-msg-timeout` of its devices, milliseconds: [`message_timeout_ms`], or five fourths of
+    /// [`open_timeout`](Self::open_timeout) if that is longer. The last fifth is for the lender's answer and a rollback.
+    pub fn message_timeout_ms(&self) -> u32 {
+        let ms = self.open_timeout.unwrap_or_default().as_millis() * 5 / 4;
+        message_timeout_ms(self.ram).max(u32::try_from(ms).unwrap_or(u32::MAX))
+    }
 }

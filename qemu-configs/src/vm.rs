@@ -3,6 +3,7 @@
 use std::{
     os::fd::RawFd,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use farside_daemon::{DeviceId, VmName};
@@ -23,6 +24,8 @@ pub struct Vm {
     pub accel: Accel,
     /// Page size of guest RAM.
     pub huge_pages: HugePages,
+    /// The backend's time limit for a bus-master enable. `None`: it follows from `ram`.
+    pub open_timeout: Option<Duration>,
     /// What starts the guest.
     pub firmware: Firmware,
     /// Borrowed devices. A device's port determines its address in the guest.
@@ -46,6 +49,7 @@ impl Vm {
             machine: Machine::default(),
             accel: Accel::default(),
             huge_pages: HugePages::default(),
+            open_timeout: None,
             firmware: Firmware::default(),
             devices: Vec::new(),
             spare_ports: 0,

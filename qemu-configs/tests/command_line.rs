@@ -1,6 +1,6 @@
 //! VM configurations and their exact QEMU arguments.
 
-use std::process::Command;
+use std::{process::Command, time::Duration};
 
 use farside_qemu_configs::{
     Accel, Device, Firmware, HugePages, Machine, MonitorSocket, SharedMemoryError, ViommuError, Vm,
@@ -308,6 +308,20 @@ fn the_timeout_grows_with_ram() {
     assert_eq!(message_timeout_ms(5 << 30), 27_000);
     assert_eq!(message_timeout_ms(4 << 40), 17_598_000);
     assert_eq!(message_timeout_ms(u64::MAX), u32::MAX);
+}
+
+#[test]
+fn the_timeout_exceeds_the_backends_limit_for_bus_master_enable() {
+    let timeout = |open_timeout: Option<u64>| {
+        let mut vm = Vm::new("web1".parse().unwrap(), 1 << 30);
+        vm.open_timeout = open_timeout.map(Duration::from_secs);
+        vm.message_timeout_ms()
+    };
+    assert_eq!(timeout(None), 10_000);
+    assert_eq!(timeout(Some(8)), 10_000);
+    assert_eq!(timeout(Some(9)), 11_250);
+    assert_eq!(timeout(Some(100)), 125_000);
+    assert_eq!(timeout(Some(u64::MAX)), u32::MAX);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use super::{
     metadata::{self, Metadata},
     syntax::{Source, child, children},
 };
-use crate::{Vm, message_timeout_ms, shared_memory::Properties};
+use crate::{Vm, shared_memory::Properties};
 
 /// All problems that keep borrowed devices from working in a domain. Fails if the domain cannot be
 /// parsed. `socket` returns the path at which the backend of a VM serves a device.
@@ -93,7 +93,7 @@ fn compare<'t, 'a>(
                 found: (*found).to_owned(),
                 wanted,
                 mib: vm.ram >> 20,
-                timeout: message_timeout_ms(vm.ram),
+                timeout: vm.message_timeout_ms(),
             });
         }
     }

@@ -3,6 +3,7 @@
 use std::{
     fmt, io,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use farside_daemon::{
@@ -48,7 +49,8 @@ pub struct VmConfig {
     pub interrupts: Option<Interrupts>,
     /// What to do when the memlock limit is too small.
     pub pin: Option<PinPolicy>,
-    /// Time after which a device that is not DMA-ready is reported as late, seconds.
+    /// Time after which a device that is not DMA-ready is reported as late, seconds. QEMU's `x-msg-timeout` is derived
+    /// from it if it exceeds what is derived from `memory`.
     pub open_timeout: Option<u64>,
     /// Time for which a device that is borrowed over the network waits for its lender when the
     /// connection is cut, seconds; then the guest is asked to release it.
@@ -293,6 +295,7 @@ impl VmConfig {
         vm.machine = self.machine.unwrap_or_default();
         vm.accel = self.accel.unwrap_or_default();
         vm.huge_pages = self.hugepages.unwrap_or_default();
+        vm.open_timeout = self.open_timeout.map(Duration::from_secs);
         if let Some(Flash { code, vars }) = self.ovmf.clone() {
             vm.firmware = Firmware::Ovmf { code, vars };
         }

@@ -90,7 +90,11 @@ pub fn attach(vm: &VmName, device: &DeviceId, options: &AttachOptions) -> Result
     let port = choose(vm, device, &config, &all, options.port)?;
     let mut backend = Backend::connect(vm)?;
     let (socket, already) = backend.attach(device)?;
-    let add = device_add(&mut monitor, &slots, device, port, socket)?;
+    let mut vm = Vm::new(vm.clone(), ram(&mut monitor)?);
+    vm.machine = slots.machine();
+    // Those at boot have the same message timeout.
+    vm.open_timeout = config.open_timeout.map(Duration::from_secs);
+    let add = device_add(vm, device, port, socket)?;
     if let Err(error) = monitor.run("device_add", add) {
         let error = with_cause(error, &mut backend, device);
         if !already && let Err(error) = backend.detach(device, true) {
@@ -317,16 +321,11 @@ fn numbers<'a>(slots: impl Iterator<Item = &'a Slot>) -> String {
 
 /// The arguments of QMP's `device_add`.
 fn device_add(
-    monitor: &mut Monitor,
-    slots: &Slots,
+    mut vm: Vm,
     device: &DeviceId,
     port: u16,
     socket: PathBuf,
 ) -> Result<serde_json::Value, Error> {
-    let name = monitor.vm().clone();
-    // A hot-plugged device needs the same timeout as those at boot.
-    let mut vm = Vm::new(name.clone(), ram(monitor)?);
-    vm.machine = slots.machine();
     vm.devices.push(Device {
         id: device.to_owned(),
         port: Some(port),
@@ -334,8 +333,11 @@ fn device_add(
         function: 0,
         bootindex: None,
     });
-    vm.device_add(0)
-        .map_err(|source| Error::Vm { vm: name, source })
+    let args = vm.device_add(0);
+    args.map_err(|source| Error::Vm {
+        vm: vm.name,
+        source,
+    })
 }
 
 /// QEMU only reports that its peer closed the connection; the backend has the cause.
