@@ -170,10 +170,20 @@ pub struct PeerFacts {
     pub transfers_after_kills: BTreeSet<(&'static str, &'static str)>,
     /// To and from the function's buffer, after the guest reset that.
     pub transfers_after_reset: BTreeSet<(&'static str, &'static str)>,
-    /// DMA that the devices were refused.
+    /// The same after it moved that while the other function transferred data to it, and moved it back.
+    pub transfers_after_move: BTreeSet<(&'static str, &'static str)>,
+    /// After the guest rebooted.
+    pub transfers_after_reboot: BTreeSet<(&'static str, &'static str)>,
+    /// DMA that the devices were refused, before the move.
     pub faults: u64,
+    /// DMA that the other function was refused at the buffer's former address.
+    pub faults_at_home: u64,
     /// Bytes of the function's buffer.
     pub buffer_bytes: u64,
+    /// Of them mapped where the guest moved it.
+    pub buffer_bytes_elsewhere: u64,
+    /// Of them mapped there and anywhere else.
+    pub buffer_bytes_with_elsewhere: u64,
     /// Of them mapped for the other function.
     pub buffer_bytes_mapped: u64,
     /// The same after the kills.
@@ -184,6 +194,8 @@ pub struct PeerFacts {
     pub bytes_mapped: BTreeMap<&'static str, u64>,
     /// The same after the kills.
     pub bytes_after_kills: BTreeMap<&'static str, u64>,
+    /// The same after the reboot.
+    pub bytes_after_reboot: BTreeMap<&'static str, u64>,
     /// The same with all drivers unbound.
     pub bytes_of_none: BTreeMap<&'static str, u64>,
     /// Bytes of the function's buffer mapped then.
@@ -468,7 +480,21 @@ impl PeerFacts {
                 "and when the function with the buffer had been reset",
                 self.transfers_after_reset.len() == 2,
             ),
+            check(
+                "and when its buffer had been moved and moved back",
+                self.transfers_after_move.len() == 2,
+            ),
+            check(
+                "and when the guest had rebooted",
+                self.transfers_after_reboot.len() == all,
+            ),
             check("no DMA was refused", self.faults == 0),
+            check(
+                "a buffer that was moved was mapped there, and no longer where it had been",
+                self.buffer_bytes_elsewhere == self.buffer_bytes
+                    && self.buffer_bytes_with_elsewhere == self.buffer_bytes
+                    && self.faults_at_home > 0,
+            ),
             check(
                 "the buffer of a function was mapped in the IOMMU",
                 self.buffer_bytes > 0
@@ -477,7 +503,13 @@ impl PeerFacts {
             ),
             check(
                 "each disk reached guest RAM and the buffers of others, and not its own",
-                self.bytes_mapped == expected && self.bytes_after_kills == expected,
+                [
+                    &self.bytes_mapped,
+                    &self.bytes_after_kills,
+                    &self.bytes_after_reboot,
+                ]
+                .iter()
+                .all(|it| **it == expected),
             ),
             check(
                 "nothing was mapped after the drivers let go",

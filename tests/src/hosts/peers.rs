@@ -11,7 +11,8 @@ use super::{
     network::controller,
     play::{KILL_WORKERS, LONG, NTB, VM, kill_backend},
     sharing::unbind,
-    stage, start_with_fio,
+    stage,
+    with_programs::{start_with, unpack},
 };
 use crate::{BOOT, MIB, SHORT, shared_ram};
 
@@ -28,6 +29,12 @@ const GUEST_RAM: u64 = 384 * MIB;
 /// Of a guest whose RAM each device may have windows of its own onto, as the firmware remaps it: twice 128 of the NTB's 512 LUT
 /// entries.
 const NTB_GUEST_RAM: u64 = 256 * MIB;
+
+/// Where the guest moves the buffer: above all that it has. The two registers of the BAR, in hexadecimal.
+const ELSEWHERE: [&str; 2] = ["0000000c", "00000008"];
+const ELSEWHERE_FROM: u64 = 8 << 32;
+/// Programs in the guest.
+const PROGRAMS: [&str; 2] = ["/usr/bin/fio", "/usr/bin/setpci"];
 
 /// Bytes of each transfer.
 const TRANSFER: u64 = MIB;
@@ -92,7 +99,7 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
         "--name rack1 --vfio first={first} --vfio second={second} --nvme model=/tmp/model.img,cmb=16M"
     ))?;
     let backend = host.serve(VM, "first", "--device second --device model --keeper")?;
-    let buffer_mapped = buffer_mapped(host, GUEST_RAM)?;
+    let buffer_mapped = buffer_mapped(host)?;
     // The lender's, of each device.
     let mapped = || {
         let bytes = DISKS.map(|disk| Ok((disk, host.lent(disk)?.bytes_mapped)));
@@ -104,7 +111,7 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
     let ram = shared_ram(guest.qmp())?;
     facts.guest_ram_bytes = ram.iter().map(|(_, len)| len).sum();
     facts.buffer_bytes = BUFFER;
-    facts.buffer_bytes_mapped = buffer_mapped()?;
+    facts.buffer_bytes_mapped = buffer_mapped(GUEST_RAM)?;
     facts.bytes_mapped = mapped()?;
     (set.tell)("each transfers data to and from the buffer of another one");
     for (disk, buffer) in TRANSFERS {
@@ -117,7 +124,7 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
         disks.transfer(disk, buffer)?;
         facts.transfers_after_kills.insert((disk, buffer));
     }
-    facts.buffer_bytes_after_kills = buffer_mapped()?;
+    facts.buffer_bytes_after_kills = buffer_mapped(GUEST_RAM)?;
     facts.bytes_after_kills = mapped()?;
     (set.tell)("the guest resets the function with the buffer");
     disks.reset("first")?;
@@ -128,12 +135,36 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
     for disk in DISKS {
         facts.faults += host.lent(disk)?.fault_total;
     }
+    (set.tell)("the guest moves that buffer while a disk transfers data to it");
+    let load = guest.exec_start(&disks.load("second", "first")?, BOOT)?;
+    disks.wait_written("second")?;
+    let home = disks.place_buffer("first", &ELSEWHERE)?;
+    facts.buffer_bytes_elsewhere = buffer_mapped(ELSEWHERE_FROM)?;
+    facts.buffer_bytes_with_elsewhere = buffer_mapped(GUEST_RAM)?;
+    facts.faults_at_home = host.wait_faults_in_status("second", 1)?;
+    disks.place_buffer("first", &home)?;
+    let output = load.wait()?;
+    ensure!(output.success(), "{output}");
+    for disk in ["second", "model"] {
+        disks.transfer(disk, "first")?;
+        facts.transfers_after_move.insert((disk, "first"));
+    }
+    (set.tell)("the guest reboots");
+    guest.reboot(BOOT)?;
+    unpack(&guest, &PROGRAMS)?;
+    guest.exec_ok(DRIVER, LONG)?;
+    let disks = Disks::find(&guest, TRANSFER)?;
+    for (disk, buffer) in TRANSFERS {
+        disks.transfer(disk, buffer)?;
+        facts.transfers_after_reboot.insert((disk, buffer));
+    }
+    facts.bytes_after_reboot = mapped()?;
     (set.tell)("the guest releases them");
     for disk in ["second", "model", "first"] {
         unbind(&guest, disks.controller(disk)?)?;
     }
     facts.bytes_of_none = mapped()?;
-    facts.buffer_bytes_of_none = buffer_mapped()?;
+    facts.buffer_bytes_of_none = buffer_mapped(GUEST_RAM)?;
     let ended = guest.shutdown(SHORT)?;
     ensure!(ended.success(), "QEMU in the host: {ended}");
     for disk in DISKS {
@@ -151,18 +182,18 @@ fn guest_with_all<'a>(set: &Set<'_>, host: &'a Host, ram: u64) -> Result<Nested<
     let guest = devices
         .iter()
         .fold(guest, |guest, socket| guest.vfio_user(socket));
-    start_with_fio(host, guest)
+    start_with(host, guest, &PROGRAMS)
 }
 
-/// How many bytes of the first function's buffer are mapped in the domains of `host` at addresses above the guest's `ram`, where
-/// the guest has BARs, by the kernel's trace from now on. For an NTB, the buffer is mapped at peer addresses, from the lowest.
-fn buffer_mapped(host: &Host, ram: u64) -> Result<impl Fn() -> Result<u64>> {
+/// How many bytes of the first function's buffer are mapped in the domains of `host` from an address on, such as the end of the guest's
+/// RAM, above which it has BARs: by the kernel's trace from now on. For an NTB, the buffer is mapped at peer addresses, from the lowest.
+fn buffer_mapped(host: &Host) -> Result<impl Fn(u64) -> Result<u64>> {
     let buffer = host.bar(FUNCTIONS[0], BUFFER_BAR)?;
     ensure!(buffer.end - buffer.start == BUFFER, "{buffer:?}");
     host.trace_iommu()?;
-    Ok(move || {
+    Ok(move |from| {
         let mapped = LiveMappings::after(&host.iommu_trace()?);
-        let at_bar = mapped.iter().filter(|it| it.iova >= ram);
+        let at_bar = mapped.iter().filter(|it| it.iova >= from);
         let of_buffer = at_bar.filter(|it| buffer.contains(&it.paddr));
         Ok(of_buffer.map(|it| it.len).sum())
     })
@@ -190,12 +221,12 @@ fn play_through_ntb(set: &Set<'_>, a: &Host, b: &Host, facts: &mut NtbPeerFacts)
         "--device second --device model --lender tls:10.0.0.2:4000 --lender tls:10.0.0.2:4001 --ntb {NTB}"
     );
     let backend = a.serve(VM, "first", &args)?;
-    let buffer_mapped = buffer_mapped(b, NTB_GUEST_RAM)?;
+    let buffer_mapped = buffer_mapped(b)?;
     let guest = guest_with_all(set, a, NTB_GUEST_RAM)?;
     guest.exec_ok(NTB_DRIVER, LONG)?;
     let disks = Disks::find(&guest, NTB_TRANSFER)?;
     facts.buffer_bytes = BUFFER;
-    facts.buffer_bytes_mapped = buffer_mapped()?;
+    facts.buffer_bytes_mapped = buffer_mapped(NTB_GUEST_RAM)?;
     (set.tell)("each transfers data to and from the buffer of another one");
     for (disk, buffer) in NTB_TRANSFERS {
         disks.transfer(disk, buffer)?;
@@ -211,7 +242,7 @@ fn play_through_ntb(set: &Set<'_>, a: &Host, b: &Host, facts: &mut NtbPeerFacts)
     facts.faults += controller(a, VM, "model")?.faults.total;
     (set.tell)("the guest releases them");
     unbind(&guest, disks.controller("second")?)?;
-    facts.buffer_bytes_of_none = buffer_mapped()?;
+    facts.buffer_bytes_of_none = buffer_mapped(NTB_GUEST_RAM)?;
     let ended = guest.shutdown(SHORT)?;
     ensure!(ended.success(), "QEMU in the borrower: {ended}");
     for disk in ["first", "second"] {
@@ -267,16 +298,60 @@ impl<'a> Disks<'a> {
 
     /// Writes to a disk and reads from it, with the data in the buffer of another one, where the CPU makes and checks it.
     fn transfer(&self, disk: &str, buffer: &str) -> Result<()> {
-        let (disk, buffer) = (self.controller(disk)?, self.controller(buffer)?);
         let job = format!(
-            "fio --output-format=terse --name=p2p --filename=/dev/{disk}n1 --direct=1 --ioengine=libaio \
-             --mem=mmapshared:/sys/class/nvme/{buffer}/device/p2pmem/allocate --rw=write --bs=64k \
-             --size={} --iodepth=2 --verify=crc32c --verify_fatal=1 --do_verify=1",
+            "{} --size={} --iodepth=2 --verify=crc32c --verify_fatal=1 --do_verify=1",
+            self.writes(disk, buffer)?,
             self.transfer
         );
         self.guest
             .exec_ok(&job, 2 * BOOT)
             .with_context(|| format!("{disk} with the buffer of {buffer}"))
             .map(drop)
+    }
+
+    /// A command that writes to a disk for a while, with whatever is in the buffer of another one.
+    fn load(&self, disk: &str, buffer: &str) -> Result<String> {
+        let writes = self.writes(disk, buffer)?;
+        Ok(format!(
+            "{writes} --size=16M --iodepth=2 --time_based --runtime=20 --zero_buffers"
+        ))
+    }
+
+    fn writes(&self, disk: &str, buffer: &str) -> Result<String> {
+        let (disk, buffer) = (self.controller(disk)?, self.controller(buffer)?);
+        Ok(format!(
+            "fio --output-format=terse --name=p2p --filename=/dev/{disk}n1 --direct=1 --ioengine=libaio \
+             --mem=mmapshared:/sys/class/nvme/{buffer}/device/p2pmem/allocate --rw=write --bs=64k"
+        ))
+    }
+
+    /// Waits until a disk writes.
+    fn wait_written(&self, disk: &str) -> Result<()> {
+        let wait = format!(
+            "written() {{ set -- $(cat /sys/block/{}n1/stat); echo $5; }}
+             before=$(written)
+             for try in $(seq 600); do [ $(written) -gt $before ] && exit; sleep 0.1; done; exit 1",
+            self.controller(disk)?
+        );
+        self.guest.exec_ok(&wait, LONG).map(drop)
+    }
+
+    /// Has the guest place the BAR with the buffer at the address in these two registers; returns what was in them.
+    fn place_buffer(&self, disk: &str, [low, high]: &[impl AsRef<str>; 2]) -> Result<[String; 2]> {
+        let place = format!(
+            "function=$(readlink -f /sys/class/nvme/{}/device); function=${{function##*/}}
+             setpci -s $function BASE_ADDRESS_2.l BASE_ADDRESS_3.l
+             setpci -s $function BASE_ADDRESS_3.l={} BASE_ADDRESS_2.l={}",
+            self.controller(disk)?,
+            high.as_ref(),
+            low.as_ref()
+        );
+        let before = self.guest.exec_ok(&place, LONG)?;
+        let mut words = before.split_whitespace().map(str::to_owned);
+        words
+            .next()
+            .zip(words.next())
+            .map(Into::into)
+            .context("two registers")
     }
 }

@@ -41,17 +41,27 @@ pub fn start_with<'a>(
         .args(["-blockdev", &disk, "-device", device])
         .launch()?;
     guest.wait_agent(BOOT)?;
+    unpack(&guest, programs)?;
+    Ok(guest)
+}
+
+/// Unpacks programs in a guest of [`start_with`], as after each boot.
+///
+/// # Errors
+/// If the guest does not have them then.
+pub(super) fn unpack(guest: &Nested<'_>, programs: &[&str]) -> Result<()> {
     let unpack = format!(
         "set -e
         mkdir -p /usr/lib64 /usr/lib/x86_64-linux-gnu
         tar -x -C / -f /dev/{}
-        for program in {all}; do $program --version; done",
-        disk_of(&guest, "programs")?
+        for program in {}; do $program --version; done",
+        disk_of(guest, "programs")?,
+        programs.join(" ")
     );
     guest
         .exec_ok(&unpack, BOOT)
-        .context("programs in the guest")?;
-    Ok(guest)
+        .context("programs in the guest")
+        .map(drop)
 }
 
 /// The name of the virtio-blk disk with a serial number.

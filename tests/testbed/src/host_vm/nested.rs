@@ -337,6 +337,13 @@ impl Nested<'_> {
         &self.expected.qmp
     }
 
+    /// Reboots the guest from within, and waits until the agent is back.
+    pub fn reboot(&self, timeout: Duration) -> Result<()> {
+        let boots = self.boots();
+        self.expected.guest.ask_reboot()?;
+        self.wait_boot(boots + 1, timeout)
+    }
+
     /// Powers the guest off from within, and waits until QEMU has ended. Returns QEMU's
     /// exit status and output.
     pub fn shutdown(mut self, timeout: Duration) -> Result<Output> {
