@@ -280,6 +280,7 @@ pub(crate) const NESTED_BOOT_MODULES: &[&str] = &["button", "evdev"];
 pub(crate) const NESTED_MODULES: &[&str] = &[
     "ahci",
     "e1000e",
+    "igb",
     "igbvf",
     "nvme",
     "nvme_tcp",

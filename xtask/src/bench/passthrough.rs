@@ -41,7 +41,7 @@ struct Device {
     name: &'static str,
     /// In host and guest.
     bdf: &'static str,
-    /// The host's QEMU gets these, and a drive `NAME`, or for a network the port of a hub.
+    /// The host's QEMU gets these, and a drive `NAME`, or the ports of a hub that they name.
     args: &'static [&'static str],
     disk: Disk,
     /// The guest's modules for it and its disk.
@@ -62,7 +62,7 @@ const NETWORK: [&str; 2] = ["10.9.0.1", "10.9.0.2"];
 /// The host's file for that disk.
 const FILE: &str = "/tmp/disk";
 
-const DEVICES: [Device; 4] = [
+const DEVICES: [Device; 5] = [
     Device {
         name: "nvme",
         bdf: "0000:00:0a.0",
@@ -99,6 +99,13 @@ const DEVICES: [Device; 4] = [
         ],
         disk: Disk::OverTcp,
         modules: "e1000e",
+    },
+    Device {
+        name: "igb",
+        bdf: "0000:00:08.0",
+        args: &["igb,netdev=igb,romfile=,addr=8"],
+        disk: Disk::OverTcp,
+        modules: "igb",
     },
 ];
 
@@ -274,10 +281,14 @@ impl Stage<'_> {
         let turns = jobs.map(|job| self.turn(&disk, job).with_context(|| job.name.clone()));
         let turns = turns.collect();
         if self.device.disk == Disk::OverTcp {
-            let disconnect = "for controller in /sys/class/nvme/*; do
-                [ $(cat $controller/transport) != tcp ] || echo 1 >$controller/delete_controller
-            done";
-            self.guest.exec_ok(disconnect, SHORT)?;
+            let disconnect = format!(
+                "for controller in /sys/class/nvme/*; do
+                    [ $(cat $controller/transport) != tcp ] || echo 1 >$controller/delete_controller
+                done
+                ip link set $(ls /sys/bus/pci/devices/{}/net) down",
+                self.device.bdf
+            );
+            self.guest.exec_ok(&disconnect, SHORT)?;
         }
         turns
     }
@@ -349,10 +360,10 @@ impl Device {
         let devices = self.args.iter().flat_map(|device| ["-device", device]);
         let devices = devices.map(str::to_owned);
         if self.disk == Disk::OverTcp {
-            let ports = [self.name, "peer"].map(|id| format!("hubport,hubid=9,id={id}"));
-            let ports = ports
-                .into_iter()
-                .flat_map(|port| ["-netdev".to_owned(), port]);
+            let ids = self.args.iter().flat_map(|device| device.split(','));
+            let ids = ids.filter_map(|option| option.strip_prefix("netdev="));
+            let ports =
+                ids.flat_map(|id| ["-netdev".to_owned(), format!("hubport,hubid=9,id={id}")]);
             return Ok(ports.chain(devices).collect());
         }
         let image = directory.join(self.name);

@@ -20,8 +20,7 @@ const START_LIMIT: Duration = Duration::from_secs(180);
 const LIFE: Duration = Duration::from_secs(24 * 3600);
 
 /// Configuration of a guest of a VM that plays a host: a Q35 with shared memory, Debian's
-/// kernel, busybox and the agent. The modules for NVMe and for igb's virtual functions are there
-/// for `modprobe`.
+/// kernel, busybox and the agent. Drivers of borrowed devices are there for `modprobe`.
 #[derive(Debug)]
 pub struct NestedBuilder<'a> {
     host: &'a HostVm,
