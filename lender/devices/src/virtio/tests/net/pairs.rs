@@ -1,7 +1,7 @@
 //! A network device with several queue pairs.
 
 use super::{
-    super::world::{DATA, Driver, readable, writable},
+    super::world::{DATA, Driver, NEXT, readable, writable},
     RX, TX,
 };
 use crate::{
@@ -229,4 +229,74 @@ fn a_driver_of_one_pair_has_its_control_queue_behind_that() {
         return;
     };
     assert_eq!(driver.offered() & (F_MQ | F_CTRL_VQ), 0);
+}
+
+/// Lets `act` break the control queue; the device needs a reset then, and works after one.
+fn breaks_control(what: &str, act: impl Fn(&mut Driver<VirtioNet>)) {
+    let Some(mut driver) = with_pairs(0) else {
+        return;
+    };
+    assert_eq!(driver.command(CONTROL, &set_pairs(2)), OK);
+    act(&mut driver);
+    driver.until(what, |driver| driver.status() == 0x4f);
+    driver.start();
+    driver.add_buffers_everywhere();
+    assert_eq!(driver.command(CONTROL, &set_pairs(3)), OK, "{what}");
+    driver.sends_and_receives_by(2, what.as_bytes());
+}
+
+#[test]
+fn control_rings_and_chains_that_no_driver_should_make() {
+    breaks_control("an index that jumps", |driver| {
+        let queue = driver.queues[CONTROL].clone();
+        let next = queue.next.wrapping_add(queue.size + 1);
+        driver.memory.put(queue.available + 2, &next.to_le_bytes());
+    });
+    breaks_control("a head outside of the table", |driver| {
+        driver.offer(CONTROL, 0xffff);
+    });
+    breaks_control("a loop", |driver| {
+        let table = driver.queues[CONTROL].descriptors;
+        driver.describe(table, 9, readable(DATA, 2), NEXT, 10);
+        driver.describe(table, 10, readable(DATA, 2), NEXT, 9);
+        driver.offer(CONTROL, 9);
+    });
+    breaks_control("more descriptors than any command has", |driver| {
+        let mut parts = vec![readable(DATA, 1); 32];
+        parts.push(writable(DATA + 64, 1));
+        driver.submit(CONTROL, &parts);
+    });
+    breaks_control("a result that cannot be written", |driver| {
+        driver.memory.put(DATA, &set_pairs(2));
+        driver.submit(CONTROL, &[readable(DATA, 4), writable(0, 1)]);
+    });
+    breaks_control("more than 4 GiB", |driver| {
+        driver.submit(CONTROL, &[readable(DATA, !0), writable(DATA + 64, 1)]);
+    });
+}
+
+/// The device's thread serves the other queues between the commands of a driver that never stops.
+#[test]
+fn a_flood_of_commands_holds_no_frame_up() {
+    let Some(mut driver) = with_pairs(0) else {
+        return;
+    };
+    driver.memory.put(DATA, &set_pairs(1));
+    let flood = |driver: &mut Driver<VirtioNet>| {
+        while driver.free(CONTROL).len() > 2 {
+            driver.submit(CONTROL, &[readable(DATA, 4), writable(DATA + 64, 1)]);
+        }
+    };
+    flood(&mut driver);
+    let head = driver.guest_sends_by(tx(0), DATA + 4096, b"through");
+    let (mut commands, mut sent) = (0, None);
+    while sent.is_none() {
+        driver.poll();
+        commands += std::iter::from_fn(|| driver.take(CONTROL)).count();
+        flood(&mut driver);
+        sent = driver.take(tx(0));
+        assert!(commands <= 16, "{commands} commands before a frame");
+    }
+    assert_eq!(sent, Some((head, 0)));
+    assert_eq!(driver.host_takes(), Some(b"through".to_vec()));
 }
