@@ -3,7 +3,7 @@
 use std::{hint::black_box, time::Instant};
 
 use farside_fabric::{
-    Access, Iova, LenderPath, MemoryRange, NtbLimits, PeerAddress, memory::create_sealed,
+    Access, Iova, LenderPath, MemoryRange, NtbLimits, Owner, PeerAddress, memory::create_sealed,
     soft::Adapter,
 };
 
@@ -11,7 +11,7 @@ const RUNS: u64 = 20_000_000;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let adapter = Adapter::new(NtbLimits::default())?;
-    let mut path = adapter.attach("example", "vm")?;
+    let mut path = adapter.attach("example", &Owner::new("vm", "user 1"))?;
     let page = MemoryRange::whole(create_sealed("ram", 4096)?, 4096);
     // More pages than the cache has entries, each a separate mapping.
     for n in 0..64 {

@@ -1,17 +1,17 @@
-//! The owners of entries in an NTB adapter's two tables. Pure: the party that
+//! The holders of entries in an NTB adapter's two tables. Pure: the party that
 //! programs the tables, software or hardware, checks here first.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{LimitError, NtbLimits, NtbUse, PeerAddress, fits, limits::Remedy, lut::Lut};
+use crate::{LimitError, NtbLimits, NtbUse, Owner, PeerAddress, fits, limits::Remedy, lut::Lut};
 
 /// The LUT and the requester table of one adapter: what is taken, and whether
 /// more can be.
 ///
-/// Devices of one VM that open the same window, to the same bytes at the same peer address, share
-/// its LUT entries.
+/// Devices of one [`Owner`] that open the same window, to the same bytes at the same peer address,
+/// share its LUT entries.
 #[derive(Debug)]
 pub struct NtbTables {
     limits: NtbLimits,
@@ -26,15 +26,15 @@ pub struct NtbTables {
 #[derive(Clone, Debug)]
 struct Requester {
     device: String,
-    vm: String,
+    owner: Owner,
 }
 
 #[derive(Debug)]
 struct Window {
     peer_address: PeerAddress,
     bytes: u64,
-    /// The VM whose devices may share it; CPUs' windows have none.
-    vm: Option<String>,
+    /// The owner whose devices may share it; CPUs' windows have none.
+    owner: Option<Owner>,
     /// The requester entries of the devices that have opened it.
     holders: Vec<Option<usize>>,
     /// Its LUT entries are not used again.
@@ -46,7 +46,7 @@ struct Window {
 pub enum TakenWindow {
     /// Free until now: to be programmed.
     New(LutRange),
-    /// Of a window that another device of the VM has open.
+    /// Of a window that another device of the owner has open.
     Shared(LutRange),
 }
 
@@ -117,13 +117,14 @@ impl NtbTables {
         }
     }
 
-    /// Takes a requester entry for a VM's device; returns its number among those for devices.
+    /// Takes a requester entry for a device of `owner`; returns its number among those for devices.
     ///
     /// # Errors
     /// [`LimitError::Requesters`] when none is free; [`LimitError::VmRequesters`].
-    pub fn take_requester(&mut self, device: &str, vm: &str) -> Result<usize, LimitError> {
-        let of_vm = self.requesters.iter().flatten().filter(|it| it.vm == vm);
-        self.limits.per_vm.check_requester(device, of_vm.count())?;
+    pub fn take_requester(&mut self, device: &str, owner: &Owner) -> Result<usize, LimitError> {
+        let requesters = self.requesters.iter().flatten();
+        let used = requesters.filter(|it| it.owner == *owner).count();
+        self.limits.per_vm.check_requester(device, used)?;
         let Some(entry) = self.requesters.iter().position(Option::is_none) else {
             return Err(LimitError::Requesters {
                 device: device.to_owned(),
@@ -134,7 +135,7 @@ impl NtbTables {
         };
         self.requesters[entry] = Some(Requester {
             device: device.to_owned(),
-            vm: vm.to_owned(),
+            owner: owner.clone(),
         });
         Ok(entry)
     }
@@ -146,16 +147,21 @@ impl NtbTables {
         }
     }
 
-    /// Whether a device of `vm` could open windows of `spans` bytes now, and what they take. Takes
-    /// nothing. A window as large as one that `vm` has open is that one.
+    /// Whether a device of `owner` could open windows of `spans` bytes now, and what they take. Takes
+    /// nothing. A window as large as one that `owner` has open is that one.
     ///
     /// # Errors
     /// The errors of [`fits`] if they would not fit even in an unused adapter;
     /// [`LimitError::LutEntries`] if too few entries are free; [`LimitError::VmLutEntries`].
-    pub fn check_windows(&self, vm: Option<&str>, spans: &[u64]) -> Result<NtbUse, LimitError> {
+    pub fn check_windows(
+        &self,
+        owner: Option<&Owner>,
+        spans: &[u64],
+    ) -> Result<NtbUse, LimitError> {
         let needed = fits(spans, &self.limits)?;
-        let of_vm = |window: &&Window| vm.is_some() && window.vm.as_deref() == vm && !window.kept;
-        let open = self.windows.values().filter(of_vm);
+        let is_owners =
+            |window: &&Window| owner.is_some() && window.owner.as_ref() == owner && !window.kept;
+        let open = self.windows.values().filter(is_owners);
         let mut open: Vec<u64> = open.map(|window| window.bytes).collect();
         let mut lut = self.lut.clone();
         let mut more = 0;
@@ -165,24 +171,24 @@ impl NtbTables {
                 None => more += u64::from(take(&self.limits, &mut lut, bytes)?.entries),
             }
         }
-        if let Some(vm) = vm {
+        if let Some(owner) = owner {
             let share = self.limits.per_vm;
-            share.check_lut_entries(self.entries_of(vm), more)?;
+            share.check_lut_entries(self.entries_of(owner), more)?;
         }
         Ok(needed)
     }
 
-    /// LUT entries that a VM has.
-    fn entries_of(&self, vm: &str) -> u64 {
+    /// LUT entries that an owner has.
+    fn entries_of(&self, owner: &Owner) -> u64 {
         let windows = self.windows.values();
-        let windows = windows.filter(|window| window.vm.as_deref() == Some(vm));
+        let windows = windows.filter(|window| window.owner.as_ref() == Some(owner));
         windows
             .map(|window| self.limits.entries_for(window.bytes))
             .sum()
     }
 
     /// Opens a window of `bytes` to `peer_address` for the device with that requester entry: it gets
-    /// the LUT entries of the same window of another device of its VM, else free ones. `None` is a
+    /// the LUT entries of the same window of another device of its owner, else free ones. `None` is a
     /// CPU, which shares with nobody.
     ///
     /// # Errors
@@ -202,19 +208,19 @@ impl NtbTables {
             });
         }
         let device = requester.and_then(|entry| self.requesters.get(entry)?.as_ref());
-        let vm = device.map(|device| device.vm.clone());
+        let owner = device.map(|device| device.owner.clone());
         let shared = self.windows.iter_mut().find(|(_, window)| {
             let same = (window.peer_address, window.bytes) == (peer_address, bytes);
             let usable = !window.kept && !window.holders.contains(&requester);
-            vm.is_some() && window.vm == vm && same && usable
+            owner.is_some() && window.owner == owner && same && usable
         });
         if let Some((&first, window)) = shared {
             window.holders.push(requester);
             let entries = limits.entries_for(bytes) as u32; // as when it was new
             return Ok(TakenWindow::Shared(LutRange { first, entries }));
         }
-        if let Some(vm) = &vm {
-            let used = self.entries_of(vm);
+        if let Some(owner) = &owner {
+            let used = self.entries_of(owner);
             let needed = limits.entries_for(bytes);
             limits.per_vm.check_lut_entries(used, needed)?;
         }
@@ -222,7 +228,7 @@ impl NtbTables {
         let window = Window {
             peer_address,
             bytes,
-            vm,
+            owner,
             holders: vec![requester],
             kept: false,
         };
@@ -240,7 +246,7 @@ impl NtbTables {
         range: LutRange,
     ) -> bool {
         let device = self.requesters.get(requester).and_then(Option::as_ref);
-        let Some(vm) = device.map(|device| device.vm.clone()) else {
+        let Some(owner) = device.map(|device| device.owner.clone()) else {
             return false;
         };
         if self.limits.entries_for(bytes) != u64::from(range.entries) {
@@ -248,7 +254,7 @@ impl NtbTables {
         }
         if let Some(window) = self.windows.get_mut(&range.first) {
             let same = (window.peer_address, window.bytes) == (peer_address, bytes);
-            let shared = same && window.vm.as_ref() == Some(&vm);
+            let shared = same && window.owner.as_ref() == Some(&owner);
             if shared {
                 window.holders.push(Some(requester));
             }
@@ -259,7 +265,7 @@ impl NtbTables {
             let window = Window {
                 peer_address,
                 bytes,
-                vm: Some(vm),
+                owner: Some(owner),
                 holders: vec![Some(requester)],
                 kept: false,
             };

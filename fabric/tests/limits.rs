@@ -1,7 +1,7 @@
 //! The adapter's limits: allocations that fit, and the errors of those that do not.
 
 use farside_fabric::{
-    FabricError, Iova, LenderPath, LimitError, NtbLimits, PeerAddress, fits, soft::Adapter,
+    FabricError, Iova, LenderPath, LimitError, NtbLimits, Owner, PeerAddress, fits, soft::Adapter,
 };
 use proptest::prelude::*;
 
@@ -150,7 +150,9 @@ fn windows_that_have_a_bar_each_are_not_joined() {
          (entries-per-window), so a window of at most 16 GiB fits; raise bar-size to 64 GiB"
     );
     let adapter = Adapter::new(limits).expect("limits");
-    let mut path = adapter.attach("disk0", "vm").expect("attach");
+    let mut path = adapter
+        .attach("disk0", &Owner::new("vm", "user 1"))
+        .expect("attach");
     let peer_address = PeerAddress::new(64 * GIB);
     let refused = path.open_window(Iova::new(0), peer_address, 20 * GIB);
     assert!(

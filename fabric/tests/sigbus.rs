@@ -10,7 +10,7 @@ use std::{
 };
 
 use farside_fabric::{
-    Access, FaultReason, Iova, LenderPath, MemoryRange, NtbLimits, PeerAddress,
+    Access, FaultReason, Iova, LenderPath, MemoryRange, NtbLimits, Owner, PeerAddress,
     memory::SharedMemory, soft::Adapter,
 };
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -112,7 +112,9 @@ fn a_translation_to_gone_memory_is_refused() {
     let fd = unsealed(LEN);
     let other = fd.try_clone().expect("dup");
     let adapter = Adapter::new(NtbLimits::default()).expect("limits");
-    let mut path = adapter.attach("nvme0", "vm").expect("attach");
+    let mut path = adapter
+        .attach("nvme0", &Owner::new("vm", "user 1"))
+        .expect("attach");
     let peer_address = PeerAddress::new(1 << 40);
     path.map_peer(peer_address, MemoryRange::whole(File::from(fd), LEN))
         .expect("map");

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use farside_fabric::{
     Access, BorrowerDomain, FabricError, Fault, FaultReason, Iova, LenderPath, LimitError,
-    MemoryRange, NtbLimits, NtbTables, PeerAddress,
+    MemoryRange, NtbLimits, NtbTables, Owner, PeerAddress,
     memory::create_sealed,
     soft::{Adapter, MAX_MAPPINGS, Path},
 };
@@ -23,6 +23,10 @@ fn adapter_with_tables() -> (Adapter, Arc<Mutex<NtbTables>>) {
     (Adapter::with_tables(limits, tables.clone()), tables)
 }
 
+fn owner() -> Owner {
+    Owner::new("vm", "user 1")
+}
+
 fn ram(len: u64) -> MemoryRange {
     MemoryRange::whole(create_sealed("ram", len).expect("memfd"), len)
 }
@@ -37,7 +41,7 @@ fn iova(address: u64) -> Iova {
 
 /// 16 MiB of RAM at IOVA 0 with a hole from 4 to 8 MiB; bus master on.
 fn small_vm(adapter: &Adapter) -> Path {
-    let mut path = adapter.attach("nvme0", "vm").expect("attach");
+    let mut path = adapter.attach("nvme0", &owner()).expect("attach");
     path.map_peer(peer(GIB), ram(4 * MIB)).expect("map");
     path.map_peer(peer(GIB + 8 * MIB), ram(8 * MIB))
         .expect("map");
@@ -125,7 +129,7 @@ fn each_table_refuses_with_its_own_reason() {
 #[test]
 fn nothing_is_reachable_before_and_after() {
     let adapter = adapter();
-    let mut path = adapter.attach("nvme0", "vm").expect("attach");
+    let mut path = adapter.attach("nvme0", &owner()).expect("attach");
     path.set_bus_master(true).expect("bus master");
     assert_eq!(
         refused(&mut path, 0, Access::Read),
@@ -212,7 +216,7 @@ fn mappings_are_unmapped_whole_and_do_not_overlap() {
 
 #[test]
 fn a_file_too_short_is_refused() {
-    let mut path = adapter().attach("nvme0", "vm").expect("attach");
+    let mut path = adapter().attach("nvme0", &owner()).expect("attach");
     let range = MemoryRange {
         len: 8192,
         ..ram(4096)
@@ -224,7 +228,7 @@ fn a_file_too_short_is_refused() {
 
 #[test]
 fn mappings_of_a_domain_are_bounded() {
-    let mut path = adapter().attach("nvme0", "vm").expect("attach");
+    let mut path = adapter().attach("nvme0", &owner()).expect("attach");
     let page = ram(4096);
     for n in 0..MAX_MAPPINGS as u64 {
         path.map_peer(peer(n * 8192), page.clone()).expect("map");
@@ -239,7 +243,7 @@ fn mappings_of_a_domain_are_bounded() {
 #[test]
 fn windows_are_counted_and_given_back() {
     let (adapter, tables) = adapter_with_tables();
-    let mut path = adapter.attach("nvme0", "vm").expect("attach");
+    let mut path = adapter.attach("nvme0", &owner()).expect("attach");
     let low = path.open_window(iova(0), peer(0), 2 * GIB).expect("open");
     let high = path
         .open_window(iova(4 * GIB), peer(2 * GIB), 3 * GIB + 4096)
@@ -282,8 +286,10 @@ fn windows_are_counted_and_given_back() {
 #[test]
 fn devices_share_the_windows_of_an_adapter() {
     let adapter = adapter();
-    let mut first = adapter.attach("nvme0", "vm").expect("attach");
-    let mut second = adapter.attach("nvme1", "other").expect("attach");
+    let mut first = adapter.attach("nvme0", &owner()).expect("attach");
+    let mut second = adapter
+        .attach("nvme1", &Owner::new("other", "user 1"))
+        .expect("attach");
     first.open_window(iova(0), peer(0), 20 * GIB).expect("open");
     let error = second
         .open_window(iova(0), peer(0), 16 * GIB)
@@ -305,7 +311,7 @@ fn devices_share_the_windows_of_an_adapter() {
 
 #[test]
 fn peer_addresses_are_aligned_as_the_adapter_needs() {
-    let mut path = adapter().attach("nvme0", "vm").expect("attach");
+    let mut path = adapter().attach("nvme0", &owner()).expect("attach");
     let error = path
         .open_window(iova(0), peer(MIB), GIB)
         .expect_err("unaligned");
@@ -319,7 +325,7 @@ fn peer_addresses_are_aligned_as_the_adapter_needs() {
     };
     let mut path = Adapter::new(amd)
         .expect("limits")
-        .attach("nvme0", "vm")
+        .attach("nvme0", &owner())
         .expect("attach");
     path.open_window(iova(0), peer(MIB), GIB)
         .expect("aligned enough");
@@ -329,9 +335,13 @@ fn peer_addresses_are_aligned_as_the_adapter_needs() {
 fn thirty_devices_a_pair() {
     let (adapter, tables) = adapter_with_tables();
     let mut paths: Vec<Path> = (0..30)
-        .map(|n| adapter.attach(&format!("nvme{n}"), "vm").expect("attach"))
+        .map(|n| {
+            adapter
+                .attach(&format!("nvme{n}"), &owner())
+                .expect("attach")
+        })
         .collect();
-    match adapter.attach("nvme30", "vm") {
+    match adapter.attach("nvme30", &owner()) {
         Err(FabricError::Limit(
             error @ LimitError::Requesters {
                 limit: 32,
@@ -348,7 +358,9 @@ fn thirty_devices_a_pair() {
         other => panic!("{other:?}"),
     }
     paths.pop();
-    let path = adapter.attach("nvme30", "vm").expect("one was given back");
+    let path = adapter
+        .attach("nvme30", &owner())
+        .expect("one was given back");
     assert!(
         tables
             .lock()

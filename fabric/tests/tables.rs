@@ -1,9 +1,9 @@
-//! LUT entries that the devices of a VM share, against a naive count of the devices.
+//! LUT entries that the devices of an owner share, against a naive count of the devices.
 
 use std::collections::BTreeMap;
 
 use farside_fabric::{
-    LimitError, LutRange, NtbLimits, NtbTables, PeerAddress, TakenWindow, VmShare,
+    LimitError, LutRange, NtbLimits, NtbTables, Owner, PeerAddress, TakenWindow, VmShare,
 };
 use proptest::{prelude::*, sample::Index};
 
@@ -12,6 +12,10 @@ const MIB: u64 = 1 << 20;
 
 fn peer(address: u64) -> PeerAddress {
     PeerAddress::new(address)
+}
+
+fn owner(vm: &str) -> Owner {
+    Owner::new(vm, "user 1")
 }
 
 fn tables() -> NtbTables {
@@ -23,7 +27,7 @@ fn a_guest_of_16_gib_takes_128_lut_entries_for_all_its_devices() {
     let mut tables = tables();
     let mut opened = Vec::new();
     for device in ["disk0", "disk1", "net0"] {
-        let entry = tables.take_requester(device, "web1").expect("free");
+        let entry = tables.take_requester(device, &owner("web1")).expect("free");
         // Low memory, and what is above 4 GiB.
         for (at, bytes) in [(GIB, 2 * GIB), (64 * GIB, 14 * GIB)] {
             let taken = tables.take_window(Some(entry), peer(at), bytes);
@@ -34,7 +38,9 @@ fn a_guest_of_16_gib_takes_128_lut_entries_for_all_its_devices() {
     assert_eq!((usage.windows, usage.lut_entries), (2, 128));
     assert_eq!(usage.devices, ["disk0", "disk1", "net0"]);
     // Of another VM, the same peer address is another host's, or another file's.
-    let other = tables.take_requester("disk2", "web2").expect("free");
+    let other = tables
+        .take_requester("disk2", &owner("web2"))
+        .expect("free");
     let taken = tables.take_window(Some(other), peer(GIB), 2 * GIB);
     assert!(matches!(taken, Ok(TakenWindow::New(_))), "{taken:?}");
     assert_eq!(tables.usage().lut_entries, 144);
@@ -54,7 +60,7 @@ fn windows_are_restored_where_they_were_and_nowhere_else() {
     let mut before = tables();
     let entries = ["disk0", "disk1", "net0"].map(|device| {
         let vm = if device == "net0" { "web2" } else { "web1" };
-        before.take_requester(device, vm).expect("free")
+        before.take_requester(device, &owner(vm)).expect("free")
     });
     let mut taken = |entry, at| {
         let taken = before.take_window(Some(entry), peer(at), GIB);
@@ -64,7 +70,7 @@ fn windows_are_restored_where_they_were_and_nowhere_else() {
     let mut after = tables();
     let [disk0, disk1, net0] = ["disk0", "disk1", "net0"].map(|device| {
         let vm = if device == "net0" { "web2" } else { "web1" };
-        after.take_requester(device, vm).expect("free")
+        after.take_requester(device, &owner(vm)).expect("free")
     });
     assert!(after.restore_window(disk0, peer(4 * GIB), GIB, second));
     assert!(after.restore_window(disk0, peer(GIB), GIB, first));
@@ -93,13 +99,16 @@ fn windows_are_restored_where_they_were_and_nowhere_else() {
 #[test]
 fn a_check_counts_the_windows_that_the_vm_has_open() {
     let mut tables = tables();
-    let first = tables.take_requester("disk0", "web1").expect("free");
+    let first = tables
+        .take_requester("disk0", &owner("web1"))
+        .expect("free");
     for at in [GIB, 64 * GIB] {
         tables
             .take_window(Some(first), peer(at), 15 * GIB)
             .expect("fits");
     }
-    let check = |vm, spans: &[u64]| tables.check_windows(vm, spans);
+    let check =
+        |vm: Option<&str>, spans: &[u64]| tables.check_windows(vm.map(owner).as_ref(), spans);
     // Of 256 entries 16 are free.
     let both = [15 * GIB, 15 * GIB];
     assert_eq!(
@@ -120,6 +129,50 @@ fn a_check_counts_the_windows_that_the_vm_has_open() {
     }
 }
 
+/// The name of a VM is what its borrower states.
+#[test]
+fn vms_of_one_name_and_two_borrowers_share_nothing() {
+    let limits = NtbLimits {
+        per_vm: VmShare {
+            lut_entries: Some(8),
+            requester_entries: Some(2),
+        },
+        ..NtbLimits::default()
+    };
+    let mut tables = NtbTables::new(limits).expect("limits");
+    let owners = ["user 1", "user 2", "host user 1"].map(|by| Owner::new("web1", by));
+    let mut opened = Vec::new();
+    for owner in &owners {
+        // None counts for another.
+        let entries = ["disk0", "disk1"].map(|device| {
+            let entry = tables.take_requester(device, owner);
+            entry.expect("two of two")
+        });
+        let refused = tables.take_requester("disk2", owner);
+        assert!(
+            matches!(refused, Err(LimitError::VmRequesters { limit: 2, .. })),
+            "{refused:?}"
+        );
+        let taken = tables.take_window(Some(entries[0]), peer(GIB), GIB);
+        let Ok(TakenWindow::New(range)) = taken else {
+            panic!("{owner:?}: {taken:?}");
+        };
+        let same = tables.take_window(Some(entries[1]), peer(GIB), GIB);
+        assert_eq!(same, Ok(TakenWindow::Shared(range)), "{owner:?}");
+        tables
+            .check_windows(Some(owner), &[GIB])
+            .expect("it is open");
+        opened.push((entries, range));
+    }
+    assert_eq!(tables.usage().lut_entries, 3 * 8);
+    // Nor after a restart of the lender.
+    let mut after = self::tables();
+    let (_, range) = opened[0];
+    let [first, second] = [0, 1].map(|n| after.take_requester("disk0", &owners[n]).expect("free"));
+    assert!(after.restore_window(first, peer(GIB), GIB, range));
+    assert!(!after.restore_window(second, peer(GIB), GIB, range));
+}
+
 #[test]
 fn a_vm_has_no_more_than_its_share() {
     let limits = NtbLimits {
@@ -130,9 +183,13 @@ fn a_vm_has_no_more_than_its_share() {
         ..NtbLimits::default()
     };
     let mut tables = NtbTables::new(limits).expect("limits");
-    let first = tables.take_requester("disk0", "web1").expect("free");
-    let second = tables.take_requester("disk1", "web1").expect("free");
-    let refused = tables.take_requester("disk2", "web1");
+    let first = tables
+        .take_requester("disk0", &owner("web1"))
+        .expect("free");
+    let second = tables
+        .take_requester("disk1", &owner("web1"))
+        .expect("free");
+    let refused = tables.take_requester("disk2", &owner("web1"));
     assert!(
         matches!(refused, Err(LimitError::VmRequesters { limit: 2, .. })),
         "{refused:?}"
@@ -153,8 +210,11 @@ fn a_vm_has_no_more_than_its_share() {
     );
     open(second, 128 * GIB, GIB).expect("128 of 128");
     // Others have theirs, and see that before they boot.
-    let other = tables.take_requester("disk2", "web2").expect("free");
-    let check = |tables: &NtbTables, vm, spans: &[u64]| tables.check_windows(Some(vm), spans);
+    let other = tables
+        .take_requester("disk2", &owner("web2"))
+        .expect("free");
+    let check =
+        |tables: &NtbTables, vm, spans: &[u64]| tables.check_windows(Some(&owner(vm)), spans);
     check(&tables, "web2", &[2 * GIB, 14 * GIB]).expect("128 of 128");
     let refused = check(&tables, "web2", &[2 * GIB, 15 * GIB]);
     assert!(
@@ -182,7 +242,7 @@ fn a_vm_has_no_more_than_its_share() {
 #[derive(Clone, Debug)]
 enum Step {
     Attach {
-        vm: u8,
+        owner: u8,
     },
     Open {
         device: Index,
@@ -200,7 +260,7 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     // Few addresses and sizes, so that many windows are the same.
     prop_oneof![
-        1 => (0u8..3).prop_map(|vm| Step::Attach { vm }),
+        1 => (0u8..3).prop_map(|owner| Step::Attach { owner }),
         6 => (any::<Index>(), 1u64..4, 1u64..4)
             .prop_map(|(device, at, entries)| Step::Open { device, at, entries }),
         4 => any::<Index>().prop_map(|window| Step::Close { window }),
@@ -212,7 +272,7 @@ fn step() -> impl Strategy<Value = Step> {
 #[derive(Clone, Copy, Debug)]
 struct Open {
     device: usize,
-    vm: u8,
+    owner: u8,
     at: u64,
     bytes: u64,
     range: LutRange,
@@ -238,14 +298,16 @@ proptest! {
         let mut kept: BTreeMap<u32, u32> = BTreeMap::new();
         for step in steps {
             match step {
-                Step::Attach { vm } if devices.len() < 30 => {
-                    let entry = tables.take_requester("device", &vm.to_string());
-                    devices.push((entry.expect("free"), vm));
+                Step::Attach { owner } if devices.len() < 30 => {
+                    // Two of a name, and two of a borrower.
+                    let (vm, by) = [("a", "user 1"), ("b", "user 1"), ("a", "user 2")][usize::from(owner)];
+                    let entry = tables.take_requester("device", &Owner::new(vm, by));
+                    devices.push((entry.expect("free"), owner));
                 }
                 Step::Open { device, at, entries } if !devices.is_empty() => {
-                    let (device, vm) = devices[device.index(devices.len())];
+                    let (device, owner) = devices[device.index(devices.len())];
                     let (at, bytes) = (at * SEGMENT, entries * SEGMENT);
-                    let same = |it: &&Open| (it.vm, it.at, it.bytes) == (vm, at, bytes);
+                    let same = |it: &&Open| (it.owner, it.at, it.bytes) == (owner, at, bytes);
                     let held = |first| open.iter().any(|it| (it.device, it.range.first) == (device, first));
                     let others: Vec<LutRange> = open
                         .iter()
@@ -257,11 +319,11 @@ proptest! {
                     match tables.take_window(Some(device), peer(at), bytes) {
                         Ok(TakenWindow::Shared(range)) => {
                             prop_assert!(others.contains(&range));
-                            open.push(Open { device, vm, at, bytes, range });
+                            open.push(Open { device, owner, at, bytes, range });
                         }
                         Ok(TakenWindow::New(range)) => {
                             prop_assert!(others.is_empty(), "{:?} could be shared", others);
-                            open.push(Open { device, vm, at, bytes, range });
+                            open.push(Open { device, owner, at, bytes, range });
                         }
                         Err(_) => prop_assert!(others.is_empty() && u64::from(run) < entries),
                     }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use farside_fabric::{
-    Access, FabricError, FaultReason, Iova, LenderPath, MemoryRange, NtbLimits, NtbTables,
+    Access, FabricError, FaultReason, Iova, LenderPath, MemoryRange, NtbLimits, NtbTables, Owner,
     PeerAddress,
     memory::{SharedMemory, create_sealed},
     soft::{Adapter, Path},
@@ -298,7 +298,7 @@ proptest! {
     fn translations_are_never_stale(steps in prop::collection::vec(steps(), 1..60)) {
         let tables = Arc::new(Mutex::new(NtbTables::new(limits()).expect("limits")));
         let adapter = Adapter::with_tables(limits(), tables.clone());
-        let mut path = adapter.attach("nvme0", "vm").expect("attach");
+        let mut path = adapter.attach("nvme0", &Owner::new("vm", "user 1")).expect("attach");
         let mut model = Model::default();
         let (file, stamps) = stamped();
         apply(&mut path, &mut model, &file, &stamps, Step::BusMaster(true))?;

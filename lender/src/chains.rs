@@ -16,6 +16,8 @@ use farside_devices::block::ImageId;
 use farside_lender_protocol::{ErrorKind, KeptFor, RemoteError, Secret};
 use serde::{Deserialize, Serialize};
 
+use crate::lease_owner::LeaseOwner;
+
 /// Names the running system where /proc is hidden, as by the packaged unit.
 const BOOT_VARIABLE: &str = "FARSIDE_BOOT_ID";
 
@@ -119,16 +121,16 @@ fn boot_id(of: &str, text: &str) -> std::io::Result<String> {
 /// A device whose connection was cut.
 #[derive(Clone, Debug)]
 pub(crate) struct Kept {
-    pub(crate) vm: VmName,
+    pub(crate) owner: LeaseOwner,
     pub(crate) since: Instant,
     pub(crate) until: Instant,
 }
 
 impl Kept {
-    pub(crate) fn from_now(chain: &Chain, at_most: Duration) -> Self {
+    pub(crate) fn from_now(owner: LeaseOwner, chain: &Chain, at_most: Duration) -> Self {
         let since = Instant::now();
         Self {
-            vm: chain.vm.clone(),
+            owner,
             since,
             until: since + Duration::from_millis(chain.keep_ms).min(at_most),
         }
@@ -138,7 +140,7 @@ impl Kept {
     pub(crate) fn shown(&self) -> Option<KeptFor> {
         let left = self.until.checked_duration_since(Instant::now())?;
         Some(KeptFor {
-            vm: self.vm.clone(),
+            vm: self.owner.vm().clone(),
             seconds: self.since.elapsed().as_secs(),
             left: left.as_secs() + 1,
         })

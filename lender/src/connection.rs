@@ -329,21 +329,13 @@ fn check_state(device: &DeviceId, state: &OwnedFd) -> Result<(), RemoteError> {
     }
 }
 
-/// The user of a process of this host.
-fn user_of(connection: &Channel) -> Option<u32> {
-    match connection.identity() {
-        Ok(Identity::User { uid, .. }) => Some(uid),
-        _ => None,
-    }
-}
-
 /// Moves the connection into the device's thread, which answers the request.
 fn lend(
     connection: Channel,
     mut bar_memory: Vec<OwnedFd>,
     Borrow {
         device,
-        vm,
+        owner,
         transport,
         fence,
         going,
@@ -367,15 +359,15 @@ fn lend(
             resumes: Some(_), ..
         }) if !registry.can_go_on(&device, transport) => Err(chains::ended(
             &device,
-            &vm,
+            owner.vm(),
             "its leases do not go on: it is neither a disk whose image is told from another, nor a function of a VM of this host; reset the VM to borrow it anew",
         )),
         Some(going) if registry.can_go_on(&device, transport) || !keeps_state => {
-            let granted = registry.grant_medium(&device, (&vm, transport), fence, going);
+            let granted = registry.grant_medium(&device, (&owner, transport), fence, going);
             granted.map(|(grant, chain)| (grant, Some(chain)))
         }
         _ => registry
-            .grant(&device, &vm, user_of(&connection), fence)
+            .grant(&device, &owner, fence)
             .map(|grant| (grant, None)),
     };
     let (grant, chain) = match granted {
@@ -387,7 +379,7 @@ fn lend(
     // lender is gone.
     let posted = grant.post(Lease {
         connection,
-        vm,
+        owner,
         generation,
         transport,
         bar_memory,

@@ -286,7 +286,7 @@ impl DeviceLoop {
     fn refuse(&mut self, mut lease: Lease, error: RemoteError) {
         let line = format!(
             "device {}: cannot lend to VM {}: {error}",
-            self.id, lease.vm
+            self.id, lease.owner
         );
         self.home.line(Line::NotLent, &line);
         let over = Release::Over(Revocation::Released);
@@ -309,12 +309,12 @@ impl DeviceLoop {
                 None
             }
             DeviceRequest::Check {
-                vm,
+                owner,
                 transport,
                 ram,
                 reply,
             } => {
-                let checked = device.source().check(vm.as_ref(), transport, &ram);
+                let checked = device.source().check(owner.as_ref(), transport, &ram);
                 let _ = reply.try_send(checked);
                 None
             }

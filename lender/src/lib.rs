@@ -2,6 +2,7 @@
 //!
 //! - [`config`]: what to lend, from TOML.
 //! - `access`: who may borrow and who may operate a device.
+//! - `lease_owner`: whose a lease is.
 //! - `registry`: device ids and leases. `fences`: the host from which a moved VM may borrow.
 //! - `device_loop`: one thread per device. It alone accesses the device, its IOMMU domains and its
 //!   interrupts, so the data path takes no lock.
@@ -32,6 +33,7 @@ mod connection;
 mod device_loop;
 mod fences;
 mod keeper;
+mod lease_owner;
 mod listening;
 mod model;
 pub mod near;

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, VmName};
+use farside_daemon::DeviceId;
 use farside_devices::{Bus, Device, Waiting};
 use farside_fabric::{
     FaultSummary, LenderPath, MAX_MAPPINGS, MemoryRange, PeerAddress, fits,
@@ -26,6 +26,7 @@ use farside_lender_protocol::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{
+    lease_owner::LeaseOwner,
     refusals::{failed, internal, invalid, limit, no_medium, refused, unsupported},
     source::{
         Available, BorrowerMemory, DRAIN_TIMEOUT, DeviceSource, Irqs, Leased, LeasedDevice,
@@ -85,11 +86,14 @@ impl ModelDevice {
     fn attach(
         &mut self,
         transport: Transport,
-        vm: &VmName,
+        owner: &LeaseOwner,
         memory: BorrowerMemory,
     ) -> Result<(Path, Option<LeasePage>), RemoteError> {
         local(transport)?;
-        let path = self.adapter.attach(&self.id, vm).map_err(refused)?;
+        let path = self
+            .adapter
+            .attach(&self.id, owner.verified()?)
+            .map_err(refused)?;
         if let Err(error) = self.take_bar_memory(memory.bars) {
             self.drop_bar_memory();
             return Err(error);
@@ -111,7 +115,7 @@ impl Available for ModelDevice {
 
     fn check(
         &self,
-        _: Option<&VmName>,
+        _: Option<&LeaseOwner>,
         transport: Transport,
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
@@ -154,11 +158,11 @@ impl DeviceSource for ModelDevice {
     fn lease(
         mut self: Box<Self>,
         transport: Transport,
-        vm: &VmName,
+        owner: &LeaseOwner,
         memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         let bars = vec![BarMemory::Borrowers; memory.bars.len()];
-        match self.attach(transport, vm, memory) {
+        match self.attach(transport, owner, memory) {
             Ok((path, lease_page)) => Ok(Leased {
                 device: Box::new(LeasedModel {
                     path,

@@ -22,6 +22,7 @@ use farside_lender_protocol::{
 use crate::{
     config::DEFAULT_POLL_US,
     device_loop::{DeviceLoop, Home, Line},
+    lease_owner::LeaseOwner,
     model::ModelDevice,
     refusals::internal,
     registry::{DeviceRequest, GrantedChain, Lease, Release, RequestQueue},
@@ -147,8 +148,8 @@ impl Near {
             goes_on: kept.goes_on,
         });
         near.handle.queue.post(DeviceRequest::Lease(Lease {
+            owner: LeaseOwner::of(vm.clone(), &connection),
             connection,
-            vm: vm.clone(),
             generation,
             transport: Transport::SharedMemory,
             bar_memory,

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{DeviceId, VmName, Wakeup};
+use farside_daemon::{DeviceId, Wakeup};
 use farside_devices::block::ImageId;
 use farside_lender_protocol::{
     Availability, BorrowedBy, Channel, Described, DeviceEntry, ErrorKind, Generation, HeldFence,
@@ -27,6 +27,7 @@ use crate::{
     access::Access,
     chains::Kept,
     fences::{Claim, FenceBook},
+    lease_owner::LeaseOwner,
     refusals::{failed, invalid, limit},
     source::{Report, Resized},
     tokens::RegisterTokens,
@@ -45,8 +46,8 @@ pub(crate) enum DeviceRequest {
     Report(mpsc::SyncSender<Report>),
     /// Check whether a guest with this RAM could borrow the device.
     Check {
-        /// The VM, if known.
-        vm: Option<VmName>,
+        /// The guest's owner, if known.
+        owner: Option<LeaseOwner>,
         transport: Transport,
         ram: Vec<RamRange>,
         reply: mpsc::SyncSender<Result<(), RemoteError>>,
@@ -82,8 +83,8 @@ pub(crate) enum DeviceRequest {
 pub(crate) struct Lease {
     /// The borrower's connection.
     pub(crate) connection: Channel,
-    /// The borrower's VM.
-    pub(crate) vm: VmName,
+    /// Whose it is.
+    pub(crate) owner: LeaseOwner,
     /// The fencing token.
     pub(crate) generation: Generation,
     /// The transport of the device's DMA path.
@@ -147,8 +148,8 @@ struct Slot {
     /// The last issued generation.
     generation: Generation,
     lease: Option<Held>,
-    /// The VM of the last lease, and its user.
-    last: Option<(VmName, Option<u32>)>,
+    /// The owner of the last lease.
+    last: Option<LeaseOwner>,
     /// The device's problem, if any.
     problem: Option<String>,
     /// Why its id is not announced.
@@ -182,9 +183,7 @@ pub(crate) struct Group {
 
 /// The record of a lease.
 struct Held {
-    vm: VmName,
-    /// The borrower's user on this host, if the device may share an IOMMU group.
-    user: Option<u32>,
+    owner: LeaseOwner,
     generation: Generation,
     since: Instant,
     /// Its VM goes on over another connection: the device's thread has been asked to end it.
@@ -194,7 +193,7 @@ struct Held {
 impl Slot {
     fn holder(&self) -> Option<BorrowedBy> {
         self.lease.as_ref().map(|held| BorrowedBy {
-            vm: held.vm.clone(),
+            vm: held.owner.vm().clone(),
             generation: held.generation,
             seconds: held.since.elapsed().as_secs(),
         })
@@ -332,7 +331,7 @@ impl Registry {
                 kind: ErrorKind::Busy,
                 message: format!(
                     "device {id} is lent to VM {}: take it back first with `farside revoke {id}`",
-                    holder.vm
+                    holder.owner
                 ),
             });
         }
@@ -418,8 +417,8 @@ impl Registry {
         let (Some(slot), Some(chain)) = (slot, fences.chain(id)) else {
             return false;
         };
-        slot.lease = None;
-        slot.kept = Some(Kept::from_now(chain, self.keep_at_most));
+        let held = slot.lease.take();
+        slot.kept = held.map(|held| Kept::from_now(held.owner, chain, self.keep_at_most));
         true
     }
 
@@ -431,13 +430,13 @@ impl Registry {
             return;
         };
         let held = slot.lease.take_if(|held| held.generation == generation);
-        if held.is_none() {
+        let Some(held) = held else {
             return;
-        }
+        };
         let may_go_on = slot.availability == Availability::Available;
         match fences.chain(id) {
             Some(chain) if how == Release::Cut && may_go_on => {
-                slot.kept = Some(Kept::from_now(chain, self.keep_at_most));
+                slot.kept = Some(Kept::from_now(held.owner, chain, self.keep_at_most));
             }
             _ => end_chain(fences, id),
         }

@@ -15,6 +15,7 @@ use farside_lender_protocol::{
 
 use crate::{
     fences::Claim,
+    lease_owner::LeaseOwner,
     refusals::invalid,
     registry::{DeviceRequest, Going, Registry, Viewer},
     source::Report,
@@ -56,7 +57,7 @@ pub(crate) enum Answer {
 /// The parameters of a borrow request.
 pub(crate) struct Borrow {
     pub(crate) device: DeviceId,
-    pub(crate) vm: VmName,
+    pub(crate) owner: LeaseOwner,
     pub(crate) transport: Transport,
     pub(crate) fence: Option<HeldFence>,
     /// For a lease that goes on.
@@ -218,9 +219,7 @@ fn answer_peer(
             transport,
             fence,
         } => {
-            let Some(vm) = viewer.vm.cloned() else {
-                return Err(invalid("only a VM can borrow: Hello named none".into()));
-            };
+            let owner = borrows(viewer)?;
             may_borrow(&device)?;
             carries(transport, viewer.identity)?;
             if transport == Transport::Network {
@@ -228,7 +227,7 @@ fn answer_peer(
             }
             Answer::Borrow(Borrow {
                 device,
-                vm,
+                owner,
                 transport,
                 fence,
                 going: None,
@@ -240,15 +239,13 @@ fn answer_peer(
             keep_ms,
             resumes,
         } => {
-            let Some(vm) = viewer.vm.cloned() else {
-                return Err(invalid("only a VM can borrow: Hello named none".into()));
-            };
+            let owner = borrows(viewer)?;
             may_borrow(&device)?;
             carries(Transport::SharedMemory, viewer.identity)?;
             let keep = Duration::from_millis(keep_ms);
             Answer::Borrow(Borrow {
                 device,
-                vm,
+                owner,
                 transport: Transport::SharedMemory,
                 fence,
                 going: Some(Going { keep, resumes }),
@@ -260,15 +257,13 @@ fn answer_peer(
             keep_ms,
             resumes,
         } => {
-            let Some(vm) = viewer.vm.cloned() else {
-                return Err(invalid("only a VM can borrow: Hello named none".into()));
-            };
+            let owner = borrows(viewer)?;
             may_borrow(&device)?;
             carries(Transport::Network, viewer.identity)?;
             let keep = Duration::from_millis(keep_ms);
             Answer::Borrow(Borrow {
                 device,
-                vm,
+                owner,
                 transport: Transport::Network,
                 fence,
                 going: Some(Going { keep, resumes }),
@@ -300,6 +295,17 @@ fn answer_peer(
     })
 }
 
+/// The VM that the peer names, of the peer.
+fn owner(viewer: &Viewer<'_>) -> Option<LeaseOwner> {
+    let vm = viewer.vm.cloned()?;
+    Some(LeaseOwner::new(vm, Some(viewer.identity)))
+}
+
+/// The owner of a lease that the peer borrows.
+fn borrows(viewer: &Viewer<'_>) -> Result<LeaseOwner, RemoteError> {
+    owner(viewer).ok_or_else(|| invalid("only a VM can borrow: Hello named none".into()))
+}
+
 /// Asks the device's thread whether a borrow could work.
 fn check(
     registry: &Registry,
@@ -317,7 +323,7 @@ fn check(
     }
     let (reply, checked) = sync_channel(1);
     let request = DeviceRequest::Check {
-        vm: viewer.vm.cloned(),
+        owner: owner(viewer),
         transport,
         ram,
         reply,

@@ -9,7 +9,6 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::VmName;
 use farside_devices::Waiting;
 use farside_fabric::{
     FaultLog, FaultSummary, Iova, LenderPath, MemoryRange, PeerAddress, Usage, memory::SharedMemory,
@@ -23,6 +22,7 @@ use farside_pci::Piece;
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    lease_owner::LeaseOwner,
     refusals::{invalid, no_disk},
     registry::GrantedChain,
     state_file::StateFile,
@@ -50,7 +50,7 @@ pub(crate) trait Available: Send {
     /// Whether a guest with this RAM, of `vm` if known, could borrow it.
     fn check(
         &self,
-        vm: Option<&VmName>,
+        owner: Option<&LeaseOwner>,
         transport: Transport,
         ram: &[RamRange],
     ) -> Result<(), RemoteError>;
@@ -100,7 +100,7 @@ pub(crate) trait DeviceSource: Available {
     fn lease(
         self: Box<Self>,
         transport: Transport,
-        vm: &VmName,
+        owner: &LeaseOwner,
         memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased>;
 }

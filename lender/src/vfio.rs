@@ -52,6 +52,7 @@ use farside_vfio::{Api, Domain, Function, UsableIova, VfioError};
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    lease_owner::LeaseOwner,
     refusals::{invalid, limit, unsupported},
     source::{Available, BorrowerMemory, DeviceSource, Leased, NotLeased, Report},
 };
@@ -238,11 +239,11 @@ impl VfioDevice {
         }
     }
 
-    /// Opens it for a lease of `vm`, clean.
+    /// Opens it for a lease of `owner`, clean.
     fn open_function(
         &self,
         transport: Transport,
-        vm: &VmName,
+        owner: &LeaseOwner,
     ) -> Result<Arc<Function>, RemoteError> {
         let bound = &self.0;
         let config = self.config();
@@ -254,7 +255,7 @@ impl VfioDevice {
             Transport::Ntb => return Err(unsupported(NO_NTB)),
             Transport::Network => return Err(unsupported(NO_NETWORK)),
         }
-        let open = || group.open(config.api, config.bdf, vm);
+        let open = || group.open(config.api, config.bdf, owner);
         open_clean_by(open, &bound.id, config.last_vm.as_ref(), &bound.stop)
     }
 
@@ -272,7 +273,7 @@ impl VfioDevice {
     pub(crate) fn ended(&self, vm: VmName, closed: Result<(), VfioError>) {
         if let Err(error) = closed {
             log::warn!(
-                "device {}: the VMM of VM {vm} has not released it yet ({error})",
+                "device {}: VM {vm} has not released it yet: {error}",
                 self.0.id,
                 error = Chain(&error)
             );
@@ -314,7 +315,7 @@ impl Available for VfioDevice {
 
     fn check(
         &self,
-        vm: Option<&VmName>,
+        owner: Option<&LeaseOwner>,
         transport: Transport,
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
@@ -344,7 +345,8 @@ impl Available for VfioDevice {
                 let adapter = adapter(self.0.ntb.as_ref())?;
                 let spans: Vec<u64> = ranges.iter().map(|(_, len)| *len).collect();
                 adapter.check_link().map_err(|error| named(&error))?;
-                let fits = adapter.check_windows(vm.map(VmName::as_str), &spans);
+                let owner = owner.map(LeaseOwner::verified).transpose()?;
+                let fits = adapter.check_windows(owner, &spans);
                 fits.map(|_| ()).map_err(|error| named(&error))
             }
             Transport::Network => Err(named(&NO_NETWORK)),
@@ -369,26 +371,26 @@ impl DeviceSource for VfioDevice {
     fn lease(
         self: Box<Self>,
         transport: Transport,
-        vm: &VmName,
+        owner: &LeaseOwner,
         memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         let bound = &self.0;
         let opened = self.check_lease(&memory.bars).and_then(|()| {
-            let function = self.open_function(transport, vm)?;
+            let function = self.open_function(transport, owner)?;
             match transport {
                 Transport::SharedMemory => Opened::local(&bound.probed.described, function, None),
                 Transport::Ntb => {
                     let adapter = adapter(bound.ntb.as_ref())?;
-                    Opened::across(adapter, &bound.id, vm, &bound.probed.described, function)
+                    Opened::across(adapter, &bound.id, owner, &bound.probed.described, function)
                 }
                 Transport::Network => Err(unsupported(NO_NETWORK)),
             }
         });
         match opened {
             Ok(opened) => {
-                self.begun(vm);
+                self.begun(owner.vm());
                 let id = bound.id.clone();
-                Ok(LeasedFunction::lease(id, self, vm, opened))
+                Ok(LeasedFunction::lease(id, self, owner.vm(), opened))
             }
             Err(error) => Err(NotLeased {
                 source: self,

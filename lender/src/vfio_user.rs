@@ -41,6 +41,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     chains,
+    lease_owner::LeaseOwner,
     refusals::{failed, invalid, unsupported},
     source::{Available, BorrowerMemory, DeviceSource, Leased, NotLeased, Report},
     state_file::{LeasePage, StateFile},
@@ -239,7 +240,7 @@ impl Available for ServerDevice {
 
     fn check(
         &self,
-        _: Option<&VmName>,
+        _: Option<&LeaseOwner>,
         transport: Transport,
         _: &[RamRange],
     ) -> Result<(), RemoteError> {
@@ -260,13 +261,13 @@ impl DeviceSource for ServerDevice {
     fn lease(
         self: Box<Self>,
         transport: Transport,
-        vm: &VmName,
+        owner: &LeaseOwner,
         memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         let opened = local(transport)
             .and_then(|()| no_bar_memory(&memory.bars))
             .and_then(|()| Server::open(self.connect()?, &self.path, &self.described));
-        LeasedServer::lease(self, vm, opened, None)
+        LeasedServer::lease(self, owner.vm(), opened, None)
     }
 }
 
@@ -331,7 +332,12 @@ impl Available for WorkerServer {
         &self.described
     }
 
-    fn check(&self, _: Option<&VmName>, _: Transport, _: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(
+        &self,
+        _: Option<&LeaseOwner>,
+        _: Transport,
+        _: &[RamRange],
+    ) -> Result<(), RemoteError> {
         Err(unsupported("the lender's process checks that"))
     }
 
@@ -348,12 +354,12 @@ impl DeviceSource for WorkerServer {
     fn lease(
         mut self: Box<Self>,
         transport: Transport,
-        vm: &VmName,
+        owner: &LeaseOwner,
         memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         let page = local(transport)
             .and_then(|()| no_bar_memory(&memory.bars))
-            .and_then(|()| memory.state.map(|it| self.keep(vm, it)).transpose());
+            .and_then(|()| memory.state.map(|it| self.keep(owner.vm(), it)).transpose());
         let (page, opened) = match page {
             Ok(page) => (page, self.opened.take()),
             Err(error) => {
@@ -364,7 +370,7 @@ impl DeviceSource for WorkerServer {
             }
         };
         let opened = opened.ok_or_else(|| failed("this process has served its lease"));
-        LeasedServer::lease(self, vm, opened, page)
+        LeasedServer::lease(self, owner.vm(), opened, page)
     }
 }
 

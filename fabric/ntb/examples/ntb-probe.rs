@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farside_fabric::memory::{SharedMemory, create_sealed};
-use farside_fabric::{BorrowerDomain, Iova, LenderPath, MemoryRange, PeerAddress};
+use farside_fabric::{BorrowerDomain, Iova, LenderPath, MemoryRange, Owner, PeerAddress};
 use farside_irq_relay::IrqEventFd;
 use farside_ntb::platform::FunctionOps;
 use farside_ntb::regs::{REGISTERS_BAR, REGISTERS_SIZE};
@@ -171,7 +171,7 @@ fn lender(ntb: Bdf, drive: Bdf) -> Outcome {
     let [peer_address, len] = end.hear()?;
     println!("guest RAM: {len:#x} bytes at {peer_address:#x}");
 
-    let mut path = adapter.attach("drive", "vm", Arc::clone(&drive))?;
+    let mut path = adapter.attach("drive", &Owner::new("vm", "user 1"), Arc::clone(&drive))?;
     adapter.check_windows(None, &[len])?;
     let refused = adapter.check_windows(None, &[4 << 30]);
     println!("refused: {}", refused.expect_err("it cannot fit"));

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use farside_error_chain::Chain;
 use farside_fabric::{
-    AdapterUsage, BusAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, PeerAddress,
-    TakenWindow, VmShare, fits,
+    AdapterUsage, BusAddress, LimitError, LutRange, NtbLimits, NtbTables, NtbUse, Owner,
+    PeerAddress, TakenWindow, VmShare, fits,
 };
 use farside_irq_relay::IrqEventFd;
 use farside_pci::Bdf;
@@ -225,13 +225,17 @@ impl<F: FunctionOps> Adapter<F> {
         Ok(())
     }
 
-    /// Checks that a device of `vm` could open windows of `spans` bytes to the peer host through
+    /// Checks that a device of `owner` could open windows of `spans` bytes to the peer host through
     /// this port now, and returns their resources. For a lender.
     ///
     /// # Errors
     /// [`LimitError`] names what would fit.
-    pub fn check_windows(&self, vm: Option<&str>, spans: &[u64]) -> Result<NtbUse, LimitError> {
-        self.state().tables.check_windows(vm, spans)
+    pub fn check_windows(
+        &self,
+        owner: Option<&Owner>,
+        spans: &[u64],
+    ) -> Result<NtbUse, LimitError> {
+        self.state().tables.check_windows(owner, spans)
     }
 
     /// Checks that windows of `spans` bytes of guest RAM fit in the *peer's* port, if it is
@@ -305,11 +309,11 @@ impl<F: FunctionOps> Adapter<F> {
     pub(crate) fn add_requester(
         &self,
         device: &str,
-        vm: &str,
+        owner: &Owner,
         requester: u16,
     ) -> Result<RequesterEntry<F>, NtbError> {
         let mut state = self.state();
-        let entry = state.tables.take_requester(device, vm)?;
+        let entry = state.tables.take_requester(device, owner)?;
         if let Err(error) = state.driver.add_requester(requester) {
             state.tables.give_back_requester(entry);
             return Err(error);
@@ -322,7 +326,7 @@ impl<F: FunctionOps> Adapter<F> {
     }
 
     /// LUT entries that translate a window of `bytes` to `peer_address`, for a device's requester
-    /// entry or this host's CPUs: those of another device of the VM, or free ones, programmed here.
+    /// entry or this host's CPUs: those of another device of its owner, or free ones, programmed here.
     pub(crate) fn open_run(
         &self,
         requester: Option<usize>,
@@ -447,7 +451,7 @@ impl<F: FunctionOps> Drop for RequesterEntry<F> {
     }
 }
 
-/// Consecutive valid LUT entries. The last device of the VM that drops them clears and releases
+/// Consecutive valid LUT entries. The last device of their owner that drops them clears and releases
 /// them.
 pub(crate) struct LutRun<F: FunctionOps> {
     adapter: Adapter<F>,

@@ -1,5 +1,5 @@
 //! BARs of a borrowed device, for the borrower's CPUs: mapped into the endpoint's domain, so that
-//! the peer's window can translate to them. The other devices of its VM (peer to peer) reach them
+//! the peer's window can translate to them. The other devices of its owner (peer to peer) reach them
 //! without the NTB.
 
 use std::cmp::Reverse;
@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farside_error_chain::Chain;
-use farside_fabric::{PAGE_SIZE, PeerAddress};
+use farside_fabric::{Owner, PAGE_SIZE, PeerAddress};
 use farside_pci::SparseMmapArea;
 use serde::{Deserialize, Serialize};
 
@@ -53,7 +53,7 @@ pub(crate) struct Exports<F: FunctionOps>(Mutex<BTreeMap<PeerAddress, Area<F>>>)
 
 /// An exported area of a BAR.
 struct Area<F: FunctionOps> {
-    vm: String,
+    owner: Owner,
     of: Arc<F>,
     memory: Arc<BarOf<F>>,
     /// Bytes.
@@ -61,10 +61,10 @@ struct Area<F: FunctionOps> {
 }
 
 impl<F: FunctionOps> Exports<F> {
-    /// The area with the `len` bytes at peer address `at`, of a device of `vm` other than `except`, and their offset in it.
+    /// The area with the `len` bytes at peer address `at`, of a device of `owner` other than `except`, and their offset in it.
     pub(crate) fn find(
         &self,
-        vm: &str,
+        owner: &Owner,
         except: &Arc<F>,
         at: PeerAddress,
         len: u64,
@@ -73,7 +73,7 @@ impl<F: FunctionOps> Exports<F> {
         let (start, area) = areas.range(..=at).next_back()?;
         let offset = at.offset_from(*start)?;
         let inside = offset.checked_add(len).is_some_and(|end| end <= area.len);
-        let allowed = inside && area.vm == vm && !Arc::ptr_eq(&area.of, except);
+        let allowed = inside && area.owner == *owner && !Arc::ptr_eq(&area.of, except);
         allowed.then(|| (Arc::clone(&area.memory), offset))
     }
 
@@ -100,8 +100,12 @@ pub(crate) struct Export<F: FunctionOps> {
 }
 
 impl<F: FunctionOps> Export<F> {
-    /// Maps the areas of the BARs of `device`, which `vm` has, that can be mapped.
-    pub(crate) fn new(adapter: &Adapter<F>, vm: &str, device: &Arc<F>) -> Result<Self, NtbError> {
+    /// Maps the areas of the BARs of `device`, which `owner` has, that can be mapped.
+    pub(crate) fn new(
+        adapter: &Adapter<F>,
+        owner: &Owner,
+        device: &Arc<F>,
+    ) -> Result<Self, NtbError> {
         let description = device.description()?;
         let bars = (0u8..).zip(&description.bars).filter_map(|(bar, it)| {
             let it = it.as_ref().filter(|it| !it.mappable.is_empty())?;
@@ -133,7 +137,7 @@ impl<F: FunctionOps> Export<F> {
                 domain.map_bar(endpoint_iova(at), &memory, 0, area.len)?;
                 export.mapped.push((at, area.len));
                 let area = Area {
-                    vm: vm.to_owned(),
+                    owner: owner.clone(),
                     of: Arc::clone(device),
                     memory,
                     len: area.len,

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use farside_error_chain::Chain;
 use farside_fabric::{
-    AddressRange, BusAddress, FabricError, Iova, LenderPath, PageCounts, PeerAddress, RangeTable,
-    Usage, WindowUse,
+    AddressRange, BusAddress, FabricError, Iova, LenderPath, Owner, PageCounts, PeerAddress,
+    RangeTable, Usage, WindowUse,
 };
 use farside_vfio::Function;
 
@@ -19,12 +19,12 @@ use crate::{Adapter, NtbError};
 /// The path of one borrowed device to the borrower's host, created by [`Adapter::attach`]. Dropping
 /// it stops the device's DMA, and closes and releases everything.
 ///
-/// A window is a run of LUT entries of the endpoint, which the devices of a VM share, and the same
+/// A window is a run of LUT entries of the endpoint, which the devices of an owner share, and the same
 /// part of the endpoint's window BAR mapped into the device's domain. The device's domain should be exclusive, without other
 /// mappings.
 pub struct LenderNtb<F: FunctionOps = Function> {
     device: Arc<F>,
-    vm: String,
+    owner: Owner,
     windows: RangeTable<Iova, Window<F>>,
     export: Option<Export<F>>,
     flusher: Flusher,
@@ -36,23 +36,28 @@ pub struct LenderNtb<F: FunctionOps = Function> {
 enum Window<F: FunctionOps> {
     /// Memory of the peer host.
     Peer(LutRun<F>),
-    /// The BAR of another device of the VM, on this host.
+    /// The BAR of another device of the owner, on this host.
     Bar,
 }
 
 impl<F: FunctionOps> Adapter<F> {
-    /// Creates a path for `device` of `vm`, called `name` in messages. Allocates only a requester
+    /// Creates a path for `device` of `owner`, called `name` in messages. Allocates only a requester
     /// entry.
     ///
     /// # Errors
     /// [`NtbError::LinkDown`], [`NtbError::WindowSizesDiffer`];
     /// [`farside_fabric::LimitError::Requesters`] when no entry is free; hardware errors.
-    pub fn attach(&self, name: &str, vm: &str, device: Arc<F>) -> Result<LenderNtb<F>, NtbError> {
+    pub fn attach(
+        &self,
+        name: &str,
+        owner: &Owner,
+        device: Arc<F>,
+    ) -> Result<LenderNtb<F>, NtbError> {
         self.check_link()?;
         Ok(LenderNtb {
-            requester: self.add_requester(name, vm, device.bdf().requester_id())?,
+            requester: self.add_requester(name, owner, device.bdf().requester_id())?,
             device,
-            vm: vm.to_owned(),
+            owner: owner.clone(),
             windows: RangeTable::default(),
             export: None,
             flusher: Flusher {
@@ -77,7 +82,7 @@ impl<F: FunctionOps> LenderNtb<F> {
     pub fn export_bars(&mut self) -> Result<&ExportedBars, NtbError> {
         let export = match self.export.take() {
             Some(export) => export,
-            None => Export::new(self.adapter(), &self.vm, &self.device)?,
+            None => Export::new(self.adapter(), &self.owner, &self.device)?,
         };
         Ok(self.export.insert(export).bars())
     }
@@ -96,7 +101,7 @@ impl<F: FunctionOps> LenderNtb<F> {
         }
     }
 
-    /// Lets the device reach, at `iova`, `len` bytes of the BAR of another device of the VM that the borrower reaches at
+    /// Lets the device reach, at `iova`, `len` bytes of the BAR of another device of the owner that the borrower reaches at
     /// `exported` ([`LenderNtb::export_bars`]). Takes no LUT entry: the NTB is not on the way.
     /// [`LenderPath::close_window`] undoes it.
     ///
@@ -112,10 +117,10 @@ impl<F: FunctionOps> LenderNtb<F> {
         AddressRange::new(exported, len)?;
         self.windows.check(range)?;
         let exports = self.adapter().exports();
-        let found = exports.find(&self.vm, &self.device, exported, len);
+        let found = exports.find(&self.owner, &self.device, exported, len);
         let (bar, offset) = found.ok_or_else(|| NtbError::NotExported {
             bdf: self.device.bdf(),
-            vm: self.vm.clone(),
+            vm: self.owner.to_string(),
             exported,
             len,
         })?;

@@ -7,14 +7,14 @@ use std::{
 
 use super::Path;
 use crate::{
-    AdapterUsage, BusAddress, FabricError, LimitError, LutRange, NtbLimits, NtbTables, PeerAddress,
-    WindowUse,
+    AdapterUsage, BusAddress, FabricError, LimitError, LutRange, NtbLimits, NtbTables, Owner,
+    PeerAddress, WindowUse,
 };
 
 /// The owner of an adapter's tables: this process, or another one that is asked.
 pub trait AdapterTables: Send + Sync + fmt::Debug {
     /// See [`NtbTables::take_requester`].
-    fn take_requester(&self, device: &str, vm: &str) -> Result<usize, FabricError>;
+    fn take_requester(&self, device: &str, owner: &Owner) -> Result<usize, FabricError>;
 
     /// See [`NtbTables::give_back_requester`].
     fn give_back_requester(&self, entry: usize);
@@ -54,8 +54,8 @@ fn lock(tables: &Mutex<NtbTables>) -> MutexGuard<'_, NtbTables> {
 }
 
 impl AdapterTables for Mutex<NtbTables> {
-    fn take_requester(&self, device: &str, vm: &str) -> Result<usize, FabricError> {
-        Ok(lock(self).take_requester(device, vm)?)
+    fn take_requester(&self, device: &str, owner: &Owner) -> Result<usize, FabricError> {
+        Ok(lock(self).take_requester(device, owner)?)
     }
 
     fn give_back_requester(&self, entry: usize) {
@@ -132,13 +132,13 @@ impl Adapter {
         &*self.tables
     }
 
-    /// Creates a path for `device` of `vm`: allocates only a requester entry. Dropping the path
+    /// Creates a path for `device` of `owner`: allocates only a requester entry. Dropping the path
     /// releases its resources.
     ///
     /// # Errors
     /// [`LimitError::Requesters`] when no entry is free.
-    pub fn attach(&self, device: &str, vm: &str) -> Result<Path, FabricError> {
-        let entry = self.tables.take_requester(device, vm)?;
+    pub fn attach(&self, device: &str, owner: &Owner) -> Result<Path, FabricError> {
+        let entry = self.tables.take_requester(device, owner)?;
         Ok(Path::new(
             device,
             Arc::new(Requester {

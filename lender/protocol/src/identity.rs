@@ -37,6 +37,22 @@ pub enum Identity {
 }
 
 impl Identity {
+    /// What is verified of it, in words: equal for all connections of one user, host or address, and for no others.
+    pub fn credential(&self) -> String {
+        match self {
+            Self::User { uid, .. } => format!("user {uid}"),
+            Self::Host { name, .. } => format!("host {name}"),
+            // Nobody else has the connection, whoever has the address.
+            Self::Network { address } => {
+                let mut address = *address;
+                address.set_ip(address.ip().to_canonical());
+                // The interface of a link-local address stays.
+                address.set_port(0);
+                format!("address {address}")
+            }
+        }
+    }
+
     /// Whether it is a TCP peer, with TLS or without, to which no descriptors can be sent.
     pub fn is_network(&self) -> bool {
         matches!(self, Self::Host { .. } | Self::Network { .. })

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{RateLimit, VmName};
+use farside_daemon::RateLimit;
 use farside_error_chain::Chain;
 use farside_lender_protocol::{
     Channel, ChannelError, ErrorKind, Generation, RemoteError, Reply, Revocation,
@@ -25,6 +25,7 @@ use super::{DeviceLoop, Line, end::SEND_TIMEOUT};
 use goes_on::not_begun;
 
 use crate::{
+    lease_owner::LeaseOwner,
     refusals::{failed, internal, no_disk},
     registry::{DeviceRequest, GrantedChain, Lease, MAX_REQUESTS, Release},
     source::{Available, Report, Resized},
@@ -54,7 +55,7 @@ impl WorkerDevice {
         // The worker finds out anew.
         owner.home.problem(None, None);
         owner.problem = None;
-        let (vm, generation, chain) = (lease.vm.clone(), lease.generation, lease.chain);
+        let (of, generation, chain) = (lease.owner.clone(), lease.generation, lease.chain);
         let entry = owner
             .home
             .entry()
@@ -78,7 +79,7 @@ impl WorkerDevice {
         let (worker, borrower, record) = match started {
             Ok(started) => started,
             Err((connection, error)) => {
-                let line = format!("device {}: cannot lend to VM {}: {error}", owner.id, vm);
+                let line = format!("device {}: cannot lend to VM {of}: {error}", owner.id);
                 owner.home.line(Line::NotLent, &line);
                 let not_told = connection.is_some();
                 let chain = chain.filter(|_| !has_ended);
@@ -93,7 +94,7 @@ impl WorkerDevice {
                 return true;
             }
         };
-        let mut lease = WorkerLease::new(owner, self, worker, Some(borrower), (vm, generation));
+        let mut lease = WorkerLease::new(owner, self, worker, Some(borrower), (of, generation));
         lease.chain = chain;
         lease.record = record;
         lease.running = lease.device.take_kept().map(|kept| kept.handle);
@@ -103,7 +104,7 @@ impl WorkerDevice {
 
     /// Serves on a lease of the former broker, until its worker is gone. Returns as [`WorkerDevice::serve`].
     pub(super) fn resume(&mut self, owner: &mut DeviceLoop, mut adopted: Adopted) -> bool {
-        let of = (adopted.lease.vm.clone(), adopted.lease.generation);
+        let of = (adopted.owner(), adopted.lease.generation);
         let line = format!(
             "device {}: its lease goes on (VM {}, generation {}, worker process {})",
             owner.id, of.0, of.1, adopted.lease.pid
@@ -116,7 +117,7 @@ impl WorkerDevice {
         let chain = adopted.lease.chain;
         let handle = adopted.handle.take();
         if handle.is_some() {
-            self.opened(&of.0);
+            self.opened(of.0.vm());
         }
         let (mut worker, record) = self.adopt(adopted);
         // If this fails, it has ended. If there is no room, it has many of former brokers to read: a worker that makes no
@@ -165,7 +166,7 @@ struct WorkerLease<'a> {
     ended: Option<Release>,
     /// The end of the lease of a device that runs, whose DMA could not be stopped at once.
     over: Option<Release>,
-    vm: VmName,
+    lease_owner: LeaseOwner,
     generation: Generation,
     waiting: VecDeque<Numbered<Waiting>>,
     /// Those who want the next report.
@@ -198,7 +199,7 @@ impl<'a> WorkerLease<'a> {
         device: &'a mut WorkerDevice,
         worker: Worker,
         borrower: Option<Borrower>,
-        (vm, generation): (VmName, Generation),
+        (lease_owner, generation): (LeaseOwner, Generation),
     ) -> Self {
         let prefix = format!("device {}, worker process {}", owner.id, worker.pid());
         Self {
@@ -215,7 +216,7 @@ impl<'a> WorkerLease<'a> {
             chain: None,
             ended: None,
             over: None,
-            vm,
+            lease_owner,
             generation,
             waiting: VecDeque::new(),
             wanted: Vec::new(),
@@ -418,13 +419,13 @@ impl<'a> WorkerLease<'a> {
                     continue;
                 }
                 DeviceRequest::Check {
-                    vm,
+                    owner,
                     transport,
                     ram,
                     reply,
                 } => {
                     // Fails if the requester has gone.
-                    let _ = reply.try_send(self.device.check(vm.as_ref(), transport, &ram));
+                    let _ = reply.try_send(self.device.check(owner.as_ref(), transport, &ram));
                     continue;
                 }
                 DeviceRequest::Revoke { until, .. } => {
@@ -558,7 +559,7 @@ impl<'a> WorkerLease<'a> {
             };
             let line = format!(
                 "device {id}: {what}: its worker process {pid} is gone (VM {}, generation {})",
-                self.vm, self.generation
+                self.lease_owner, self.generation
             );
             self.owner.home.line(Line::Ended, &line);
         }

@@ -74,20 +74,21 @@ impl<'a> LeaseLoop<'a> {
     ) -> Option<Box<dyn DeviceSource>> {
         let Lease {
             mut connection,
-            vm,
+            owner: lease_owner,
             generation,
             transport,
             bar_memory,
             state,
             chain,
         } = lease;
+        let vm = lease_owner.vm().clone();
         let memory = BorrowerMemory::new(bar_memory, state, chain);
         let id = owner.id.clone();
         let peer = connection.peer();
         let tokens = owner.home.tokens();
         let granted = match Offer::new(&connection, tokens) {
             Ok(offer) => source
-                .lease(transport, &vm, memory)
+                .lease(transport, &lease_owner, memory)
                 .map(|leased| (leased, offer)),
             Err(error) => Err(NotLeased {
                 source,

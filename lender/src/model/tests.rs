@@ -12,6 +12,7 @@ use farside_fabric::{
     Access, Budget, Iova, MemoryRange, NtbLimits, SharedFiles, Usage,
     memory::{HostSlice, create_sealed},
 };
+use farside_lender_protocol::Identity;
 use farside_pci::Description;
 
 use super::*;
@@ -106,7 +107,10 @@ impl Stage {
         let model = ModelDevice::new(&"keeper".parse().unwrap(), Box::new(keeper), adapter);
         let leased = Box::new(model.unwrap()).lease(
             Transport::SharedMemory,
-            &"vm".parse().unwrap(),
+            &LeaseOwner::new(
+                "vm".parse().unwrap(),
+                Some(&Identity::User { uid: 1, pid: 7 }),
+            ),
             BorrowerMemory::default(),
         );
         let mut stage = Self {

@@ -9,7 +9,6 @@ use std::{
     time::Duration,
 };
 
-use farside_daemon::VmName;
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{
     BusAddress, FabricError, Iova, LenderPath, MemoryRange, PeerAddress, Usage, WindowUse,
@@ -21,6 +20,7 @@ use farside_lender_protocol::{
 };
 
 use crate::{
+    lease_owner::LeaseOwner,
     refusals::{failed, invalid},
     source::{
         Available, BorrowerMemory, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report,
@@ -105,7 +105,12 @@ impl Available for Recorder {
         &self.described
     }
 
-    fn check(&self, _: Option<&VmName>, _: Transport, _: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(
+        &self,
+        _: Option<&LeaseOwner>,
+        _: Transport,
+        _: &[RamRange],
+    ) -> Result<(), RemoteError> {
         Ok(())
     }
 
@@ -130,7 +135,7 @@ impl DeviceSource for Recorder {
     fn lease(
         self: Box<Self>,
         _route: Transport,
-        _vm: &VmName,
+        _owner: &LeaseOwner,
         _memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         self.note(Done::Begin);

@@ -10,10 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_daemon::{VmName, Wakeup};
+use farside_daemon::Wakeup;
 use farside_devices::{Device as _, dma_test::DmaTest};
 use farside_fabric::{
-    LenderPath, MemoryRange, NtbLimits, PeerAddress,
+    LenderPath, MemoryRange, NtbLimits, Owner, PeerAddress,
     memory::SharedMemory,
     soft::{Adapter, Path},
 };
@@ -27,6 +27,7 @@ use super::{
     device::BAR,
     host::{DEADLINE, Host},
 };
+use crate::lease_owner::LeaseOwner;
 use crate::source::{
     Available, BorrowerMemory, DeviceSource, Irqs, Leased, LeasedDevice, NotLeased, Report,
 };
@@ -125,7 +126,12 @@ impl Available for Echo {
         &self.described
     }
 
-    fn check(&self, _: Option<&VmName>, _: Transport, _: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(
+        &self,
+        _: Option<&LeaseOwner>,
+        _: Transport,
+        _: &[RamRange],
+    ) -> Result<(), RemoteError> {
         Ok(())
     }
 
@@ -138,7 +144,7 @@ impl DeviceSource for Echo {
     fn lease(
         self: Box<Self>,
         _: Transport,
-        _: &VmName,
+        _: &LeaseOwner,
         _: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         pin_to(self.cpu);
@@ -272,7 +278,7 @@ fn a_busy_neighbour_does_not_starve_the_device() {
         doorbell: Arc::clone(&doorbell),
         cpu: device,
         relay: Relay::new(),
-        path: adapter.attach("echo", "vm").unwrap(),
+        path: adapter.attach("echo", &Owner::new("vm", "user 1")).unwrap(),
     };
     let host = Host::lending(vec![Box::new(echo)], Duration::from_micros(500));
     let (_peer, token) = host.borrow("a");

@@ -5,13 +5,16 @@ use std::{
     time::Instant,
 };
 
-use farside_daemon::{DeviceId, VmName};
+use farside_daemon::DeviceId;
 use farside_lender_protocol::{ErrorKind, Generation, HeldFence, RemoteError};
 
 use super::{
     DeviceRequest, FUNCTION, Group, Held, Lease, Records, Registry, Slot, keep::end_chain, unknown,
 };
-use crate::chains::{Chain, Kept};
+use crate::{
+    chains::{Chain, Kept},
+    lease_owner::LeaseOwner,
+};
 
 /// A lease that the registry has recorded, and the device's thread does not have yet. Holds the
 /// registry's lock, so that a device's thread receives leases and handovers in the order of their
@@ -32,8 +35,7 @@ impl<'a> Grant<'a> {
     pub(super) fn begin(
         mut records: MutexGuard<'a, Records>,
         id: &'a DeviceId,
-        vm: &VmName,
-        user: Option<u32>,
+        owner: &LeaseOwner,
         chain: Option<Chain>,
         goes_on: bool,
     ) -> Result<Self, RemoteError> {
@@ -42,12 +44,11 @@ impl<'a> Grant<'a> {
         records.begin_chain(id, chain)?;
         let Records { slots, fences } = &mut *records;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
-        fences.borrowed(id, vm);
+        fences.borrowed(id, owner.vm());
         slot.generation = generation;
-        slot.last = Some((vm.to_owned(), user));
+        slot.last = Some(owner.clone());
         slot.lease = Some(Held {
-            vm: vm.to_owned(),
-            user,
+            owner: owner.clone(),
             generation,
             since: Instant::now(),
             superseded: false,
@@ -86,13 +87,18 @@ impl<'a> Grant<'a> {
 
 impl Registry {
     /// Records a lease of the former broker, which goes on, before the device can be borrowed.
-    pub(crate) fn adopt(&self, id: &DeviceId, vm: &VmName, generation: Generation, since: Instant) {
+    pub(crate) fn adopt(
+        &self,
+        id: &DeviceId,
+        owner: LeaseOwner,
+        generation: Generation,
+        since: Instant,
+    ) {
         if let Some(slot) = self.lock().slots.get_mut(id) {
             slot.generation = slot.generation.max(generation);
-            slot.last = Some((vm.to_owned(), None));
+            slot.last = Some(owner.clone());
             slot.lease = Some(Held {
-                vm: vm.to_owned(),
-                user: None,
+                owner,
                 generation,
                 since,
                 superseded: false,
@@ -101,26 +107,24 @@ impl Registry {
     }
 
     /// Grants a lease, or refuses with the current holder, or that of a function of the same IOMMU group, or the VM's fence.
-    /// `user` is that of the borrower's process on this host.
     pub(crate) fn grant<'a>(
         &'a self,
         id: &'a DeviceId,
-        vm: &VmName,
-        user: Option<u32>,
+        owner: &LeaseOwner,
         fence: Option<HeldFence>,
     ) -> Result<Grant<'a>, RemoteError> {
         let records = self.lock();
         let slot = records.slots.get(id).ok_or_else(|| unknown(id))?;
         slot.check_issued(id, fence)?;
-        records.fences.check(id, vm, fence)?;
+        records.fences.check(id, owner.vm(), fence)?;
         slot.availability.check(id)?;
         if let Some(holder) = slot.holder() {
             return Err(holder.refusal(id));
         }
-        slot.check_kept(id, vm)?;
-        records.check_group(id, vm, user)?;
-        records.check_reached(id, vm, user)?;
-        Grant::begin(records, id, vm, user, None, false)
+        slot.check_kept(id, owner.vm())?;
+        records.check_group(id, owner)?;
+        records.check_reached(id, owner)?;
+        Grant::begin(records, id, owner, None, false)
     }
 
     /// Records that a device shares its IOMMU group with others.
@@ -132,26 +136,18 @@ impl Registry {
 }
 
 impl Records {
-    /// Refuses a function whose BAR another function may still reach: one that the VM has which had this one last. With VFIO
+    /// Refuses a function whose BAR another function may still reach: one of the owner that had this one last. With VFIO
     /// type1 a mapping of a BAR lasts until it is unmapped, which a worker that was killed has not done.
-    fn check_reached(
-        &self,
-        id: &DeviceId,
-        vm: &VmName,
-        user: Option<u32>,
-    ) -> Result<(), RemoteError> {
+    fn check_reached(&self, id: &DeviceId, owner: &LeaseOwner) -> Result<(), RemoteError> {
         let function = |slot: &&Slot| slot.source == FUNCTION;
         let slot = self.slots.get(id).filter(function);
-        let Some((former, former_user)) = slot.and_then(|slot| slot.last.as_ref()) else {
+        let Some(former) = slot.and_then(|slot| slot.last.as_ref()) else {
             return Ok(());
         };
-        if former == vm && *former_user == user {
-            return Ok(());
-        }
+        let is_formers = |other: &LeaseOwner| other.may_be(former) && !other.is(owner);
         let has = |slot: &Slot| {
-            let is_leased = |held: &Held| held.vm == *former && held.user == *former_user;
-            slot.lease.as_ref().is_some_and(is_leased)
-                || slot.kept.as_ref().is_some_and(|kept| kept.vm == *former)
+            slot.lease.as_ref().is_some_and(|it| is_formers(&it.owner))
+                || slot.kept.as_ref().is_some_and(|it| is_formers(&it.owner))
         };
         let mut others = self.slots.iter().filter(|(_, slot)| function(slot));
         match others.find(|(other, slot)| *other != id && has(slot)) {
@@ -165,27 +161,21 @@ impl Records {
         }
     }
 
-    /// Refuses a function while another of its IOMMU group has another VM, or one of that name of another user: both would
-    /// reach the memory of either.
-    fn check_group(
-        &self,
-        id: &DeviceId,
-        vm: &VmName,
-        user: Option<u32>,
-    ) -> Result<(), RemoteError> {
+    /// Refuses a function while another owner has another of its IOMMU group: both would reach the memory of either.
+    fn check_group(&self, id: &DeviceId, owner: &LeaseOwner) -> Result<(), RemoteError> {
         let Some(group) = self.slots.get(id).and_then(|slot| slot.group.as_deref()) else {
             return Ok(());
         };
         for other in &group.devices {
             let held = self.slots.get(other).and_then(|slot| slot.lease.as_ref());
             if let Some(held) = held
-                && (held.vm != *vm || user.is_none() || held.user != user)
+                && !held.owner.is(owner)
             {
                 return Err(RemoteError {
                     kind: ErrorKind::Busy,
                     message: format!(
                         "device {id} shares IOMMU group {} with {other}, which VM {} has: one VM at a time can have functions of a group",
-                        group.number, held.vm
+                        group.number, held.owner
                     ),
                 });
             }

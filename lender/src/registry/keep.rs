@@ -13,6 +13,7 @@ use super::{DeviceRequest, Grant, Records, Registry, Slot, unknown};
 use crate::{
     chains::{self, Chain, Kept},
     fences::FenceBook,
+    lease_owner::LeaseOwner,
     refusals::{internal, no_medium},
 };
 
@@ -132,7 +133,10 @@ impl Registry {
             slot.medium = Some(medium);
             let chain = fences.chain(id).filter(|chain| chain.goes_on_with(medium));
             let chain = chain.filter(|_| slot.lease.is_none());
-            slot.kept = chain.map(|chain| Kept::from_now(chain, self.keep_at_most));
+            slot.kept = chain.map(|chain| {
+                let owner = LeaseOwner::new(chain.vm.clone(), None);
+                Kept::from_now(owner, chain, self.keep_at_most)
+            });
         }
     }
 
@@ -154,10 +158,11 @@ impl Registry {
     pub(crate) fn grant_medium<'a>(
         &'a self,
         id: &'a DeviceId,
-        (vm, transport): (&VmName, Transport),
+        (owner, transport): (&LeaseOwner, Transport),
         fence: Option<HeldFence>,
         going: Going,
     ) -> Result<(Grant<'a>, GrantedChain), RemoteError> {
+        let vm = owner.vm();
         let mut records = self.lock();
         let Records { slots, fences } = &mut *records;
         let slot = slots.get_mut(id).ok_or_else(|| unknown(id))?;
@@ -196,7 +201,7 @@ impl Registry {
             secret: chain.secret,
             goes_on: going.resumes.is_some(),
         };
-        let grant = Grant::begin(records, id, vm, None, Some(chain), granted.goes_on)?;
+        let grant = Grant::begin(records, id, owner, Some(chain), granted.goes_on)?;
         Ok((grant, granted))
     }
 

@@ -1,6 +1,31 @@
-use farside_lender_protocol::BarOwner;
+use farside_lender_protocol::{BarOwner, Identity};
 
 use super::*;
+
+fn user(vm: &str, uid: u32) -> LeaseOwner {
+    let identity = Identity::User { uid, pid: 7 };
+    LeaseOwner::new(vm.parse().unwrap(), Some(&identity))
+}
+
+/// With TLS.
+fn host(vm: &str, name: &str) -> LeaseOwner {
+    let identity = Identity::Host {
+        name: name.to_owned(),
+        address: "10.0.0.3:4444".parse().unwrap(),
+    };
+    LeaseOwner::new(vm.parse().unwrap(), Some(&identity))
+}
+
+fn network(vm: &str, address: &str) -> LeaseOwner {
+    let identity = Identity::Network {
+        address: address.parse().unwrap(),
+    };
+    LeaseOwner::new(vm.parse().unwrap(), Some(&identity))
+}
+
+fn unknown(vm: &str) -> LeaseOwner {
+    LeaseOwner::new(vm.parse().unwrap(), None)
+}
 
 fn add(registry: &Registry, id: &DeviceId) -> mpsc::Receiver<DeviceRequest> {
     add_of(registry, id, "model")
@@ -41,13 +66,13 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("lender.json");
     let registry = Registry::new(FenceBook::load(Some(file)).unwrap());
-    let (id, vm) = ("disk0".parse().unwrap(), "a".parse().unwrap());
+    let (id, owner) = ("disk0".parse().unwrap(), user("a", 1));
     let requests = add(&registry, &id);
 
-    let grant = registry.grant(&id, &vm, None, None).unwrap();
+    let grant = registry.grant(&id, &owner, None).unwrap();
     let lease = Lease {
         connection: Channel::pair().unwrap().0,
-        vm: vm.clone(),
+        owner: owner.clone(),
         generation: grant.generation(),
         transport: Transport::Ntb,
         bar_memory: Vec::new(),
@@ -56,7 +81,7 @@ fn a_handover_does_not_overtake_the_lease_that_it_ends() {
     };
     let claim = Claim {
         device: &id,
-        vm: &vm,
+        vm: owner.vm(),
         migration: "m1",
         supersedes: None,
         secret: Secret::random().unwrap(),
@@ -103,7 +128,7 @@ fn a_revocation_of_a_kept_function_waits_until_it_is_let_go() {
     let id: DeviceId = "nic0".parse().unwrap();
     let requests = add(&registry, &id);
     registry.set_runs_on(&id);
-    let a: VmName = "a".parse().unwrap();
+    let a = user("a", 1);
     let going = Going {
         keep: Duration::from_secs(60),
         resumes: None,
@@ -129,9 +154,9 @@ fn a_revocation_of_a_kept_function_waits_until_it_is_let_go() {
     assert!(!registry.keep_running(&id, generation));
 }
 
-/// The name of a VM is what its borrower states: the user counts, too.
+/// The name of a VM is what its borrower states.
 #[test]
-fn functions_of_a_group_are_lent_to_one_vm_of_one_user() {
+fn functions_of_a_group_are_lent_to_one_owner() {
     let registry = Registry::new(FenceBook::default());
     let ids: [DeviceId; 3] = ["gpu", "audio", "disk0"].map(|id| id.parse().unwrap());
     let [gpu, audio, disk] = &ids;
@@ -143,69 +168,156 @@ fn functions_of_a_group_are_lent_to_one_vm_of_one_user() {
     for id in [gpu, audio] {
         registry.set_group(id, Arc::clone(&group));
     }
-    let vm = |name: &str| -> VmName { name.parse().unwrap() };
-    let begin = |id, name, user| {
-        let grant = registry.grant(id, &vm(name), user, None)?;
+    let begin = |id, owner: &LeaseOwner| {
+        let grant = registry.grant(id, owner, None)?;
         Ok::<_, RemoteError>(grant.generation())
     };
-    let generation = begin(gpu, "web1", Some(1000)).unwrap();
-    for (name, user) in [("web2", Some(1000)), ("web1", Some(1001)), ("web1", None)] {
-        let error = begin(audio, name, user).unwrap_err();
+    let release = |id: &DeviceId, generation| {
+        registry.release(id, generation, Release::Over(Revocation::Released));
+    };
+    let mine = user("web1", 1000);
+    let generation = begin(gpu, &mine).unwrap();
+    for owner in [
+        user("web2", 1000),
+        user("web1", 1001),
+        host("web1", "a"),
+        network("web1", "10.0.0.3:1"),
+        unknown("web1"),
+    ] {
+        let error = begin(audio, &owner).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Busy);
         let words = ["device audio", "IOMMU group 17", "gpu", "VM web1"];
         let named = words.iter().all(|word| error.message.contains(word));
-        assert!(named, "{name} of {user:?}: {error}");
+        assert!(named, "{owner:?}: {error}");
     }
-    begin(disk, "web2", Some(1001)).unwrap();
-    begin(audio, "web1", Some(1000)).unwrap();
+    begin(disk, &user("web2", 1001)).unwrap();
+    begin(audio, &mine).unwrap();
     let error = registry.remove(audio).unwrap_err();
     assert!(error.message.contains("lent to VM web1"), "{error}");
     // Until the last one is returned.
-    registry.release(gpu, generation, Release::Over(Revocation::Released));
-    begin(gpu, "web2", Some(1000)).unwrap_err();
-    let generation = begin(gpu, "web1", Some(1000)).unwrap();
-    registry.release(gpu, generation, Release::Over(Revocation::Released));
+    release(gpu, generation);
+    begin(gpu, &user("web2", 1000)).unwrap_err();
+    let generation = begin(gpu, &mine).unwrap();
+    release(gpu, generation);
     let error = registry.remove(gpu).unwrap_err();
     assert!(error.message.contains("remove all of them"), "{error}");
 }
 
-/// A mapping of a BAR, which nobody has unmapped, outlives the lease of the function that has it.
 #[test]
-fn a_function_that_another_one_may_reach_is_not_lent_to_another_vm() {
+fn functions_of_a_group_are_lent_to_one_owner_beyond_the_host() {
+    for (mine, others) in [
+        (host("web1", "a"), host("web1", "b")),
+        (network("web1", "10.0.0.3:1"), network("web1", "10.0.0.4:1")),
+        // Nobody knows whether it is the same.
+        (unknown("web1"), unknown("web1")),
+    ] {
+        let registry = Registry::new(FenceBook::default());
+        let ids: [DeviceId; 2] = ["gpu", "audio"].map(|id| id.parse().unwrap());
+        let [gpu, audio] = &ids;
+        let _requests = ids.each_ref().map(|id| add(&registry, id));
+        let group = Arc::new(Group {
+            number: 17,
+            devices: ids.to_vec(),
+        });
+        for id in [gpu, audio] {
+            registry.set_group(id, Arc::clone(&group));
+        }
+        registry.grant(gpu, &mine, None).map(drop).unwrap();
+        let error = registry.grant(audio, &others, None).map(drop).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Busy, "{others:?}");
+        let same = registry.grant(audio, &mine, None).map(drop);
+        assert_eq!(same.is_ok(), mine.is(&mine), "{mine:?}");
+    }
+}
+
+/// Two functions and a model, and the requests to them.
+fn reachable() -> (Registry, [DeviceId; 3], [mpsc::Receiver<DeviceRequest>; 3]) {
     let registry = Registry::new(FenceBook::default());
     let ids: [DeviceId; 3] = ["nic", "gpu", "disk0"].map(|id| id.parse().unwrap());
     let [nic, gpu, disk] = &ids;
-    let _requests = [
+    let requests = [
         add_of(&registry, nic, FUNCTION),
         add_of(&registry, gpu, FUNCTION),
         add(&registry, disk),
     ];
-    let begin = |id, name: &str, user| {
-        let grant = registry.grant(id, &name.parse().unwrap(), Some(user), None)?;
-        Ok::<_, RemoteError>(grant.generation())
-    };
-    let give_back = |id: &DeviceId, generation| {
-        registry.release(id, generation, Release::Over(Revocation::Released));
-    };
-    let of_nic = begin(nic, "web1", 1).unwrap();
-    give_back(gpu, begin(gpu, "web1", 1).unwrap());
-    give_back(disk, begin(disk, "web1", 1).unwrap());
-    for (name, user) in [("web2", 1), ("web1", 2)] {
-        let error = begin(gpu, name, user).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::Busy);
-        let words = ["device gpu", "by nic", "VM web1"];
-        assert!(
-            words.iter().all(|word| error.message.contains(word)),
-            "{error}"
-        );
+    (registry, ids, requests)
+}
+
+/// A mapping of a BAR, which nobody has unmapped, outlives the lease of the function that has it.
+#[test]
+fn a_function_that_another_one_may_reach_is_not_lent_to_another_owner() {
+    for (mine, others) in [
+        (
+            user("web1", 1),
+            [user("web2", 1), user("web1", 2), host("web1", "a")],
+        ),
+        (
+            host("web1", "a"),
+            [host("web2", "a"), host("web1", "b"), user("web1", 1)],
+        ),
+        (
+            network("web1", "10.0.0.3:1"),
+            [
+                network("web2", "10.0.0.3:1"),
+                network("web1", "10.0.0.4:1"),
+                unknown("web1"),
+            ],
+        ),
+    ] {
+        let (registry, ids, _requests) = reachable();
+        let [nic, gpu, disk] = &ids;
+        let begin = |id, owner: &LeaseOwner| {
+            let grant = registry.grant(id, owner, None)?;
+            Ok::<_, RemoteError>(grant.generation())
+        };
+        let give_back = |id: &DeviceId, generation| {
+            registry.release(id, generation, Release::Over(Revocation::Released));
+        };
+        let of_nic = begin(nic, &mine).unwrap();
+        give_back(gpu, begin(gpu, &mine).unwrap());
+        give_back(disk, begin(disk, &mine).unwrap());
+        for other in &others {
+            let error = begin(gpu, other).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Busy);
+            let words = ["device gpu", "by nic", "VM web1"];
+            assert!(
+                words.iter().all(|word| error.message.contains(word)),
+                "{other:?}: {error}"
+            );
+        }
+        // A model reaches nothing without its process. The owner itself has it again.
+        begin(disk, &others[0]).unwrap();
+        give_back(gpu, begin(gpu, &mine).unwrap());
+        give_back(nic, of_nic);
+        begin(gpu, &others[1]).unwrap();
+        // Moved to another host, a VM is another borrower's.
+        let of_nic = begin(nic, &user("db", 1)).unwrap();
+        give_back(nic, of_nic);
+        begin(nic, &host("db", "a")).unwrap();
     }
-    // A model reaches nothing without its process. The VM itself has it again.
-    begin(disk, "web2", 1).unwrap();
-    give_back(gpu, begin(gpu, "web1", 1).unwrap());
-    give_back(nic, of_nic);
-    begin(gpu, "web2", 1).unwrap();
-    // Moved to another host, a VM is another user's.
-    let of_nic = begin(nic, "db", 1).unwrap();
-    give_back(nic, of_nic);
-    begin(nic, "db", 2).unwrap();
+}
+
+/// A lender that is started anew does not know the borrower of a lease whose connection is closed.
+#[test]
+fn what_a_borrower_that_is_not_known_may_reach_is_lent_to_nobody_else() {
+    let (registry, [nic, gpu, _], _requests) = reachable();
+    let adopt = |id, owner| registry.adopt(id, owner, Generation(2), Instant::now());
+    let over = Release::Over(Revocation::Released);
+    let mine = user("web1", 1);
+    adopt(&nic, mine.clone());
+    adopt(&gpu, unknown("web1"));
+    registry.release(&gpu, Generation(2), over);
+    for other in [user("web2", 1), user("web1", 2)] {
+        let error = registry.grant(&gpu, &other, None).map(drop).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Busy, "{other:?}");
+    }
+    // Who has the other one may have this one.
+    registry.grant(&gpu, &mine, None).map(drop).unwrap();
+    registry.release(&gpu, Generation(3), over);
+    // It may be anybody who reaches it from the other one.
+    adopt(&nic, unknown("web1"));
+    let error = registry.grant(&gpu, &mine, None).map(drop).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Busy);
+    registry.release(&nic, Generation(2), over);
+    registry.grant(&gpu, &mine, None).map(drop).unwrap();
 }

@@ -138,8 +138,9 @@ impl Devices {
         if let Lendable::InWorker(device) = &device
             && let Some(adopted) = device.adopted()
         {
-            let (vm, generation) = (&adopted.lease.vm, adopted.lease.generation);
-            self.registry.adopt(&id, vm, generation, adopted.began());
+            let generation = adopted.lease.generation;
+            self.registry
+                .adopt(&id, adopted.owner(), generation, adopted.began());
         }
         if matches!(&device, Lendable::InWorker(device) if device.runs_on()) {
             self.registry.set_runs_on(&id);

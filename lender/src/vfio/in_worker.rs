@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::leased::{LeasedFunction, Opened, Owner, open_clean};
 use crate::{
+    lease_owner::LeaseOwner,
     refusals::{internal, unsupported},
     source::{Available, BorrowerMemory, DeviceSource, Leased, NotLeased, Report},
 };
@@ -82,7 +83,12 @@ impl Available for WorkerFunction {
         &self.described
     }
 
-    fn check(&self, _: Option<&VmName>, _: Transport, _: &[RamRange]) -> Result<(), RemoteError> {
+    fn check(
+        &self,
+        _: Option<&LeaseOwner>,
+        _: Transport,
+        _: &[RamRange],
+    ) -> Result<(), RemoteError> {
         Err(unsupported("the lender's process checks that"))
     }
 
@@ -101,7 +107,7 @@ impl DeviceSource for WorkerFunction {
     fn lease(
         self: Box<Self>,
         _: Transport,
-        vm: &VmName,
+        lease_owner: &LeaseOwner,
         memory: BorrowerMemory,
     ) -> Result<Leased, NotLeased> {
         let page = memory.state.map(|state| {
@@ -112,7 +118,12 @@ impl DeviceSource for WorkerFunction {
             .transpose()
             .and_then(|page| Opened::local(&self.described, Arc::clone(&self.function), page));
         match opened {
-            Ok(opened) => Ok(LeasedFunction::lease(self.id.clone(), self, vm, opened)),
+            Ok(opened) => Ok(LeasedFunction::lease(
+                self.id.clone(),
+                self,
+                lease_owner.vm(),
+                opened,
+            )),
             Err(error) => Err(NotLeased {
                 source: self,
                 error,

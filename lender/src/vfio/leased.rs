@@ -19,6 +19,7 @@ use super::{
     FunctionConfig, config_space::ForwardedRegisters, dma_path::DmaPath, irqs::FunctionIrqs,
 };
 use crate::{
+    lease_owner::LeaseOwner,
     refusals::{failed, internal, refused},
     source::{DeviceSource, Irqs, Leased, LeasedDevice, Report},
     state_file::LeasePage,
@@ -127,11 +128,11 @@ impl Opened {
     pub(super) fn across(
         adapter: &Adapter,
         id: &DeviceId,
-        vm: &VmName,
+        owner: &LeaseOwner,
         described: &Described,
         function: Arc<Function>,
     ) -> Result<Self, RemoteError> {
-        let path = adapter.attach(id, vm, Arc::clone(&function));
+        let path = adapter.attach(id, owner.verified()?, Arc::clone(&function));
         let mut path = path.map_err(internal)?;
         let exported = path.export_bars().map_err(internal)?;
         let bars = with_areas(described).map(|bar| match exported.peer_address_of(bar) {

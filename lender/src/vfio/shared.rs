@@ -9,13 +9,12 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use farside_daemon::VmName;
 use farside_error_chain::Chain;
 use farside_host_pci::Binding;
 use farside_pci::Bdf;
 use farside_vfio::{Api, Domain, Function, VfioError, WeakDomain, check_free, nodes, reset_bus};
 
-use crate::registry::Group;
+use crate::{lease_owner::LeaseOwner, registry::Group};
 
 /// An IOMMU group of which several functions are lent.
 #[derive(Debug)]
@@ -28,8 +27,8 @@ pub(crate) struct SharedGroup {
 struct Shared {
     /// That of the VM that has some of the functions.
     domain: WeakDomain,
-    /// That VM, or the last one.
-    vm: Option<VmName>,
+    /// That VM's owner, or the last one.
+    owner: Option<LeaseOwner>,
     /// The functions that cannot be reset alone.
     no_reset: Vec<NoReset>,
     /// All functions: they go back to their drivers together, since none takes one while VFIO has another.
@@ -67,12 +66,17 @@ impl SharedGroup {
         }
     }
 
-    /// Opens one of the functions for `vm`, beside those that are open. Before the first one, those are reset that cannot be
+    /// Opens one of the functions for `owner`, beside those that are open. Before the first one, those are reset that cannot be
     /// reset alone.
-    pub(super) fn open(&self, api: Api, bdf: Bdf, vm: &VmName) -> Result<Function, VfioError> {
+    pub(super) fn open(
+        &self,
+        api: Api,
+        bdf: Bdf,
+        owner: &LeaseOwner,
+    ) -> Result<Function, VfioError> {
         let mut shared = self.lock();
         let opened = match shared.domain.upgrade() {
-            Some(_) if shared.vm.as_ref() != Some(vm) => Err(busy(bdf, api)),
+            Some(_) if !shared.owner.as_ref().is_some_and(|it| it.is(owner)) => Err(busy(bdf, api)),
             Some(domain) => domain.open(bdf),
             None => shared
                 .reset(|bdf| reset_bus(bdf, api))
@@ -80,7 +84,7 @@ impl SharedGroup {
         };
         let function = opened.map_err(|error| held(error, api))?;
         shared.domain = function.domain().downgrade();
-        shared.vm = Some(vm.clone());
+        shared.owner = Some(owner.clone());
         for used in shared.no_reset.iter_mut().filter(|it| it.bdf == bdf) {
             used.is_used = true;
         }

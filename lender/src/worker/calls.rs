@@ -8,7 +8,7 @@ use std::{
 };
 
 use farside_error_chain::Chain;
-use farside_fabric::{FabricError, LutRange, PeerAddress, soft::AdapterTables};
+use farside_fabric::{FabricError, LutRange, Owner, PeerAddress, soft::AdapterTables};
 use farside_lender_protocol::{Channel, ChannelError, ErrorKind, RemoteError};
 
 use super::messages::{Call, CallReply, Numbered};
@@ -171,7 +171,7 @@ fn other(error: RemoteError) -> FabricError {
 }
 
 impl AdapterTables for Calls {
-    fn take_requester(&self, _device: &str, _vm: &str) -> Result<usize, FabricError> {
+    fn take_requester(&self, _device: &str, _owner: &Owner) -> Result<usize, FabricError> {
         self.call(Call::TakeRequester).map_err(other)?;
         Ok(0)
     }

@@ -24,6 +24,7 @@ use super::{
 use crate::{
     chains::boot_number,
     config,
+    lease_owner::LeaseOwner,
     model::{check_model, not_flushed},
     refusals::{failed, invalid, no_disk},
     registry::Shared,
@@ -401,7 +402,7 @@ impl Available for WorkerDevice {
 
     fn check(
         &self,
-        vm: Option<&VmName>,
+        owner: Option<&LeaseOwner>,
         transport: Transport,
         ram: &[RamRange],
     ) -> Result<(), RemoteError> {
@@ -411,8 +412,8 @@ impl Available for WorkerDevice {
                 Transport::Network => Ok(()),
                 _ => check_model(&model.adapter, transport, ram),
             },
-            Kind::Function(function) => function.check(vm, transport, ram),
-            Kind::Server(server) => server.check(vm, transport, ram),
+            Kind::Function(function) => function.check(owner, transport, ram),
+            Kind::Server(server) => server.check(owner, transport, ram),
         }
     }
 

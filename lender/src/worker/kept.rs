@@ -40,6 +40,7 @@ use super::{
 use crate::{
     config,
     keeper::{Found, Keeper, LEASES},
+    lease_owner::LeaseOwner,
     vfio::Probed,
     vfio_user::ServerConfig,
 };
@@ -299,18 +300,25 @@ impl Adopted {
         }
     }
 
+    /// Whose the lease is, as far as it can be known.
+    pub(crate) fn owner(&self) -> LeaseOwner {
+        LeaseOwner::new(self.lease.vm.clone(), self.borrower().as_ref())
+    }
+
     fn restore(&mut self, tables: &dyn AdapterTables) -> Result<(), String> {
+        let owner = self.owner();
         let KeptLease {
             device,
-            vm,
             requester,
             windows,
             ..
         } = &self.lease;
-        if !requester {
+        // A worker that has ended has none open.
+        if !requester || self.connection.is_none() {
             return Ok(());
         }
-        let entry = tables.take_requester(device, vm);
+        let owner = owner.verified().map_err(|error| error.message)?;
+        let entry = tables.take_requester(device, owner);
         let entry = entry.map_err(|error| error.to_string())?;
         self.requester = Some(entry);
         let mut windows = windows.iter();

@@ -33,10 +33,17 @@ impl WorkerDevice {
             };
         }
         if resumes {
-            let is_kept = self.kept.as_ref().is_some_and(|kept| kept.vm == lease.vm);
+            let is_kept = self
+                .kept
+                .as_ref()
+                .is_some_and(|kept| kept.vm == *lease.owner.vm());
             return match is_kept {
                 true => no_bar_memory(&lease.bar_memory),
-                false => Err(chains::ended(&self.id, &lease.vm, "it was reset since")),
+                false => Err(chains::ended(
+                    &self.id,
+                    lease.owner.vm(),
+                    "it was reset since",
+                )),
             };
         }
         self.let_go_for_a_lease()?;

@@ -33,6 +33,7 @@ use super::{
 };
 use crate::{
     device_loop::{DeviceLoop, Home, Line},
+    lease_owner::LeaseOwner,
     model::ModelDevice,
     registry::{DeviceRequest, GrantedChain, Lease, Release, RequestQueue},
     requests::{ANSWER_TIMEOUT, HANDOVER_TIMEOUT},
@@ -137,6 +138,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
         Served::Server { .. } => confine::Kind::Server,
     };
     let mut locks = Vec::new();
+    let owner = LeaseOwner::of(vm.clone(), &connection);
     let source: Box<dyn DeviceSource> = match device {
         Served::Function(config) => {
             // What the IOMMU maps counts as locked. The broker has compared it with the limit, or may
@@ -210,7 +212,7 @@ pub fn run(broker: OwnedFd) -> Result<(), WorkerError> {
     let state = chain.map(|_| fds.next().ok_or(WorkerError::InvalidLease));
     let lease = Lease {
         connection,
-        vm,
+        owner,
         generation,
         transport,
         state: state.transpose()?,

@@ -65,6 +65,7 @@ mod lender {
     pub(crate) mod access;
     pub(crate) mod chains;
     pub(crate) mod fences;
+    pub(crate) mod lease_owner;
     pub(crate) mod refusals;
     pub(crate) mod registry;
     pub(crate) mod requests;
@@ -72,7 +73,9 @@ mod lender {
     pub(crate) mod state_file;
     pub(crate) mod tokens;
 }
-use lender::{access, chains, fences, refusals, registry, requests, source, state_file, tokens};
+use lender::{
+    access, chains, fences, lease_owner, refusals, registry, requests, source, state_file, tokens,
+};
 
 /// A lender, a backend and a client, from the backend's tests.
 #[path = "../../../backend/tests/borrow"]

@@ -5,8 +5,8 @@
 use std::sync::{Arc, Mutex};
 
 use farside_fabric::{
-    AdapterUsage, FabricError, Iova, LenderPath, LimitError, NtbLimits, NtbTables, PeerAddress,
-    VmShare,
+    AdapterUsage, FabricError, Iova, LenderPath, LimitError, NtbLimits, NtbTables, Owner,
+    PeerAddress, VmShare,
     soft::{Adapter, Path},
 };
 use farside_guest_layout::{PlanRules, ProbeLimits, RangeSet, plan, probe};
@@ -124,8 +124,8 @@ impl Lender {
 
     /// Lends the last VM a device with windows of these sizes.
     pub fn open(&mut self, spans: &[u64]) -> Result<(), Limit> {
-        let vm = self.vms.to_string();
-        let mut path = self.adapter.attach("device", &vm).map_err(limit)?;
+        let owner = Owner::new(&self.vms.to_string(), "user 1");
+        let mut path = self.adapter.attach("device", &owner).map_err(limit)?;
         let step = PEER_STEP.max(self.adapter.limits().alignment());
         let (mut iova, mut peer_address) = (0, step);
         for &span in spans {
@@ -147,7 +147,7 @@ impl Lender {
     /// Whether that many devices can have a requester entry at once.
     pub fn attach(&mut self, devices: u32) -> bool {
         (0..devices).all(|_| {
-            let path = self.adapter.attach("device", "vm");
+            let path = self.adapter.attach("device", &Owner::new("vm", "user 1"));
             path.map(|path| self.paths.push(path)).is_ok()
         })
     }

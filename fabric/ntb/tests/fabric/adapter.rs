@@ -9,7 +9,7 @@ use farside_ntb_server::model::{Port, PortConfig};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::function::ModelFunction;
-use crate::world::{MIB, World};
+use crate::world::{MIB, World, owner};
 
 fn is_readable(fd: std::os::fd::BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::new(&fd, PollFlags::IN)];
@@ -33,7 +33,7 @@ fn a_link_that_stays_down_says_what_is_missing() {
         "{error}"
     );
     let device = ModelFunction::device(1, &[]);
-    let error = a.attach("drive", "vm", device).unwrap_err();
+    let error = a.attach("drive", &owner(), device).unwrap_err();
     assert!(matches!(error, NtbError::LinkDown { waited: None, .. }));
     let error = a.open_bar_window(PeerAddress::new(MIB), MIB).unwrap_err();
     assert!(matches!(error, NtbError::LinkDown { .. }));
@@ -91,7 +91,7 @@ fn ports_of_different_sizes_are_refused_by_both() {
         );
     }
     let error = b
-        .attach("drive", "vm", ModelFunction::device(1, &[]))
+        .attach("drive", &owner(), ModelFunction::device(1, &[]))
         .unwrap_err();
     assert!(
         matches!(error, NtbError::WindowSizesDiffer { .. }),

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use farside_fabric::{
-    BorrowerDomain, FabricError, Iova, LenderPath, LimitError, MemoryRange, PeerAddress,
+    BorrowerDomain, FabricError, Iova, LenderPath, LimitError, MemoryRange, Owner, PeerAddress,
 };
 use farside_ntb::platform::{DomainOps, FunctionOps};
 use farside_ntb::regs::{WINDOW_BAR, reg};
@@ -11,7 +11,7 @@ use farside_ntb::{BorrowerNtb, NtbError};
 use farside_ntb_server::model::Port;
 
 use crate::function::ModelFunction;
-use crate::world::{MIB, World, ram};
+use crate::world::{MIB, World, owner, ram};
 
 const HIGH: u64 = 4 << 30;
 
@@ -40,7 +40,7 @@ fn what_a_device_writes_is_in_the_guest() {
     guest.map(high.start(), read_only).unwrap();
 
     let device = ModelFunction::device(1, &[]);
-    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
+    let mut path = b.attach("drive", &owner(), device.clone()).unwrap();
     b.check_windows(None, &[4 * MIB, 2 * MIB]).unwrap();
     let ranges = [(Iova::new(0), 4 * MIB), (Iova::new(HIGH), 2 * MIB)];
     device.domain().check(&ranges).unwrap();
@@ -108,7 +108,7 @@ fn the_borrowers_cpu_reaches_the_devices_bars() {
     // The page of the MSI-X table is trapped.
     let areas: &[(u64, u64)] = &[(0, 0x2000), (0x3000, 0x1000)];
     let device = ModelFunction::device(1, &[(0, 0x4000, areas), (4, MIB, &[(0, MIB)])]);
-    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
+    let mut path = b.attach("drive", &owner(), device.clone()).unwrap();
     let bars = path.export_bars().unwrap().clone();
     assert_eq!(path.export_bars().unwrap(), &bars);
     assert_eq!(bars.bars.len(), 2);
@@ -158,7 +158,7 @@ fn a_flush_reads_through_an_open_window() {
     let mut guest = BorrowerNtb::new(&a);
     guest.map(range.start(), file).unwrap();
     let mut path = b
-        .attach("drive", "vm", ModelFunction::device(1, &[]))
+        .attach("drive", &owner(), ModelFunction::device(1, &[]))
         .unwrap();
     let flusher = path.flusher();
     let reads = || world.read64(Port::B, reg::WINDOW_READS);
@@ -184,7 +184,7 @@ fn requester_entries_are_counted() {
     let [_a, b] = world.start_both();
     let attach = |i: u8| {
         let device = ModelFunction::device(i, &[]);
-        b.attach(&format!("drive{i}"), "vm", device)
+        b.attach(&format!("drive{i}"), &owner(), device)
     };
     let mut paths: Vec<_> = (0..31).map(|i| attach(i).unwrap()).collect();
     let error = attach(31).unwrap_err();
@@ -204,19 +204,26 @@ fn requester_entries_are_counted() {
 }
 
 #[test]
-fn a_device_reaches_the_bars_of_its_vms_other_devices_without_the_ntb() {
+fn a_device_reaches_the_bars_of_its_owners_other_devices_without_the_ntb() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let areas = [(0, 0x2000), (0x3000, 0x1000)];
     let target = ModelFunction::device(1, &[(2, 0x4000, &areas)]);
     let others = ModelFunction::device(2, &[(0, 0x1000, &[(0, 0x1000)])]);
+    let namesakes = ModelFunction::device(4, &[(0, 0x1000, &[(0, 0x1000)])]);
     let device = ModelFunction::device(3, &[(0, 0x1000, &[(0, 0x1000)])]);
-    let mut target_path = b.attach("target", "vm", target.clone()).unwrap();
-    let mut others_path = b.attach("others", "other", others).unwrap();
-    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
+    let mut target_path = b.attach("target", &owner(), target.clone()).unwrap();
+    let mut others_path = b
+        .attach("others", &Owner::new("other", "user 1"), others)
+        .unwrap();
+    // The VM's name is what its borrower states.
+    let namesake = Owner::new("vm", "user 2");
+    let mut namesakes_path = b.attach("namesakes", &namesake, namesakes).unwrap();
+    let mut path = b.attach("drive", &owner(), device.clone()).unwrap();
     let at = target_path.export_bars().unwrap().peer_address_of(2);
     let at = at.unwrap();
     let others_bar = others_path.export_bars().unwrap().peer_address;
+    let namesakes_bar = namesakes_path.export_bars().unwrap().peer_address;
     let own_bar = path.export_bars().unwrap().peer_address;
     path.set_bus_master(true).unwrap();
 
@@ -230,9 +237,12 @@ fn a_device_reaches_the_bars_of_its_vms_other_devices_without_the_ntb() {
     path.flush();
 
     let free = Iova::new(0);
+    let error = namesakes_path.reach_bar(free, at, 0x1000).unwrap_err();
+    assert!(matches!(error, NtbError::NotExported { .. }), "{error}");
     for (exported, len) in [
         (own_bar, 0x1000),
         (others_bar, 0x1000),
+        (namesakes_bar, 0x1000),
         (at, 0x3000),
         (at.wrapping_add(0x2000), 0x1000),
         (at.wrapping_add(0x4000), 0x1000),
@@ -268,7 +278,7 @@ fn a_refused_window_takes_nothing() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[]);
-    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
+    let mut path = b.attach("drive", &owner(), device.clone()).unwrap();
     let peer_address = PeerAddress::new(MIB);
     let mut open = |at, peer_address, len| {
         path.open_window(Iova::new(at), peer_address, len)
@@ -303,7 +313,7 @@ fn what_the_device_cannot_address_is_told_before_the_vm_boots() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[]);
-    let _path = b.attach("drive", "vm", device.clone()).unwrap();
+    let _path = b.attach("drive", &owner(), device.clone()).unwrap();
     let range = (Iova::new(0xfe00_0000), 32 * MIB);
     let error = device.domain().check(&[range]).unwrap_err();
     assert!(error.to_string().contains("0xfee00000"), "{error}");
@@ -389,7 +399,7 @@ fn entries_that_a_device_may_still_reach_are_not_reused() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[]);
-    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
+    let mut path = b.attach("drive", &owner(), device.clone()).unwrap();
     path.open_window(Iova::new(0), PeerAddress::new(MIB), 4 * MIB)
         .unwrap();
     device.table().fail_unmap.store(true, Ordering::Relaxed);
@@ -403,7 +413,7 @@ fn entries_that_a_device_may_still_reach_are_not_reused() {
         "but they lead nowhere"
     );
     let mut next = b
-        .attach("other", "vm", ModelFunction::device(2, &[]))
+        .attach("other", &owner(), ModelFunction::device(2, &[]))
         .unwrap();
     let window = next
         .open_window(Iova::new(0), PeerAddress::new(MIB), MIB)
@@ -416,7 +426,7 @@ fn bars_that_cannot_be_exported_leave_nothing_behind() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[(0, 0x4000, &[(0, 0x4000)])]);
-    let mut path = b.attach("drive", "vm", device).unwrap();
+    let mut path = b.attach("drive", &owner(), device).unwrap();
     let domain = &world.hosts[1].domain;
     domain.fail_map.store(true, Ordering::Relaxed);
     path.export_bars().unwrap_err();
@@ -430,7 +440,7 @@ fn bars_that_cannot_be_exported_leave_nothing_behind() {
     drop(path);
     assert!(domain.ranges().is_empty());
     let nothing = ModelFunction::device(2, &[(0, 256, &[])]);
-    let mut path = b.attach("other", "vm", nothing).unwrap();
+    let mut path = b.attach("other", &owner(), nothing).unwrap();
     let bars = path.export_bars().unwrap();
     assert_eq!((bars.len, bars.bars.len()), (0, 0));
 }
@@ -440,7 +450,7 @@ fn a_port_that_takes_no_writes_is_an_error_and_loses_nothing() {
     let world = World::small();
     let [_a, b] = world.start_both();
     let device = ModelFunction::device(1, &[]);
-    let mut path = b.attach("drive", "vm", device.clone()).unwrap();
+    let mut path = b.attach("drive", &owner(), device.clone()).unwrap();
     let peer_address = PeerAddress::new(MIB);
     let stuck = &world.hosts[1].stuck;
     stuck.store(true, Ordering::Relaxed);
@@ -454,7 +464,7 @@ fn a_port_that_takes_no_writes_is_an_error_and_loses_nothing() {
     assert_eq!(b.usage().lut_entries, 0);
     assert!(device.table().ranges().is_empty());
     let error = b
-        .attach("other", "vm", ModelFunction::device(2, &[]))
+        .attach("other", &owner(), ModelFunction::device(2, &[]))
         .unwrap_err();
     assert!(error.to_string().contains("requester entry"), "{error}");
     assert_eq!(b.usage().devices, ["drive"]);
@@ -479,7 +489,7 @@ fn the_devices_of_a_vm_share_mappings_and_lut_entries() {
     let devices = [1, 2].map(|bus| ModelFunction::device(bus, &[]));
     let mut guests = [0, 1].map(|_| BorrowerNtb::new(&a));
     let mut paths = [("one", 0), ("two", 1)]
-        .map(|(name, device)| b.attach(name, "vm", devices[device].clone()).unwrap());
+        .map(|(name, device)| b.attach(name, &owner(), devices[device].clone()).unwrap());
     for (guest, path) in guests.iter_mut().zip(&mut paths) {
         assert!(guest.maps_only(&range, &[(range.start(), memory.clone())]));
         guest.map(range.start(), memory.clone()).unwrap();

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use farside_fabric::{Iova, LenderPath, PeerAddress};
+use farside_fabric::{Iova, LenderPath, Owner, PeerAddress};
 use farside_ntb::regs::{lut, lut_entry, requester, requester_entry};
 use farside_ntb::{Adapter, BarWindow, LenderNtb};
 use farside_ntb_server::model::{Port, PortConfig};
@@ -78,7 +78,7 @@ fn step() -> impl Strategy<Value = Step> {
 /// The open borrow in the test's model.
 struct Borrow {
     device: Arc<ModelFunction>,
-    vm: &'static str,
+    owner: Owner,
     path: LenderNtb<ModelFunction>,
     /// By IOVA: first LUT entry, peer address, bytes.
     windows: BTreeMap<u64, (u32, u64, u64)>,
@@ -106,13 +106,13 @@ fn check(
     bars: &[BarWindow<ModelFunction>],
 ) {
     let open = borrows.iter().flat_map(|it| it.windows.values().copied());
-    let mut vms = BTreeMap::new();
+    let mut owners = BTreeMap::new();
     for borrow in borrows {
         let mut own = BTreeSet::new();
         for &(first, _, _) in borrow.windows.values() {
             assert!(own.insert(first), "a device shares with itself");
-            let vm = vms.entry(first).or_insert(borrow.vm);
-            assert_eq!(*vm, borrow.vm, "two VMs share LUT entry {first}");
+            let owner = owners.entry(first).or_insert(&borrow.owner);
+            assert_eq!(*owner, &borrow.owner, "two owners share LUT entry {first}");
         }
     }
     let cpu = bars.iter().map(|it| {
@@ -165,10 +165,13 @@ proptest! {
             let run = b.usage().largest_free_run;
             match step {
                 Step::Attach { device } => {
-                    let vm = ["one", "two"][usize::from(device % 2)];
+                    // Two of a name, and two of a borrower.
+                    let (vm, by) = [("one", "user 1"), ("two", "user 1"), ("one", "user 2")]
+                        [usize::from(device % 3)];
+                    let owner = Owner::new(vm, by);
                     let device = ModelFunction::device(device, &[]);
-                    let path = b.attach("drive", vm, Arc::clone(&device)).unwrap();
-                    borrows.push(Borrow { device, vm, path, windows: BTreeMap::new() });
+                    let path = b.attach("drive", &owner, Arc::clone(&device)).unwrap();
+                    borrows.push(Borrow { device, owner, path, windows: BTreeMap::new() });
                 }
                 Step::Detach { path } if !borrows.is_empty() => {
                     let borrow = borrows.swap_remove(path.index(borrows.len()));
@@ -179,8 +182,8 @@ proptest! {
                     let which = path.index(borrows.len());
                     let len = pages * 4096;
                     let own: Vec<u32> = borrows[which].windows.values().map(|it| it.0).collect();
-                    let of_vm = borrows.iter().filter(|it| it.vm == borrows[which].vm);
-                    let shared = of_vm.flat_map(|it| it.windows.values()).any(|window| {
+                    let of_owner = borrows.iter().filter(|it| it.owner == borrows[which].owner);
+                    let shared = of_owner.flat_map(|it| it.windows.values()).any(|window| {
                         (window.1, window.2) == (peer_address, len) && !own.contains(&window.0)
                     });
                     let it = &mut borrows[which];

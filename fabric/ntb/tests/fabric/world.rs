@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use farside_fabric::memory::{HostSlice, SharedMemory};
-use farside_fabric::{BusAddress, FabricError, Iova, MemoryRange, VmShare};
+use farside_fabric::{BusAddress, FabricError, Iova, MemoryRange, Owner, VmShare};
 use farside_irq_relay::IrqEventFd;
 use farside_ntb::platform::{DomainOps, FunctionOps};
 use farside_ntb::regs::{REGISTERS_BAR, VECTORS, WINDOW_BAR};
@@ -19,6 +19,11 @@ use crate::function::ModelFunction;
 pub const MIB: u64 = 1 << 20;
 /// IOVA ranges usable behind an emulated VT-d.
 pub const USABLE: [(u64, u64); 2] = [(0, 0xfedf_ffff), (0xfef0_0000, (1 << 39) - 1)];
+
+/// The owner of devices in tests with one VM.
+pub fn owner() -> Owner {
+    Owner::new("vm", "user 1")
+}
 
 /// The NTB, and its two hosts.
 pub struct World {

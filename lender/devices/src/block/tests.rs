@@ -10,7 +10,7 @@ use std::{
 };
 
 use farside_fabric::{
-    NtbLimits, PeerAddress,
+    NtbLimits, Owner, PeerAddress,
     memory::{HostSlice, SharedMemory},
     soft::Adapter,
 };
@@ -103,7 +103,7 @@ fn io_whose_memory_was_taken_fails() {
         let (_fd, slice) = memory(1 << 16);
         let mut path = Adapter::new(NtbLimits::default())
             .unwrap()
-            .attach("disk0", "vm")
+            .attach("disk0", &Owner::new("vm", "user 1"))
             .unwrap();
         path.map_shared(AT, Arc::clone(slice.memory())).unwrap();
         queue.slices(0).push(slice.clone());

@@ -78,7 +78,7 @@ impl WorkerLease<'_> {
                     if self.running.is_none()
                         && !self.begun
                         && !self.stopped
-                        && self.device.opened(&self.vm) =>
+                        && self.device.opened(self.lease_owner.vm()) =>
                 {
                     if let Some(record) = &mut self.record {
                         let connection = self.connection.as_ref().map(AsFd::as_fd);
@@ -92,7 +92,11 @@ impl WorkerLease<'_> {
             },
             Call::TakeRequester if self.requester.is_some() => CallReply::Done,
             Call::TakeRequester => {
-                match tables.map(|it| it.take_requester(&self.owner.id, &self.vm)) {
+                let owner = match self.lease_owner.verified() {
+                    Ok(owner) => owner,
+                    Err(error) => return CallReply::Refused(error),
+                };
+                match tables.map(|it| it.take_requester(&self.owner.id, owner)) {
                     Some(Ok(entry)) => {
                         self.requester = Some(entry);
                         CallReply::Done

@@ -21,7 +21,8 @@ impl WorkerLease<'_> {
         let may_go_on = self.ended.is_none() && self.may_go_on();
         let Some(handle) = self.running.take() else {
             let report = self.report.take();
-            self.device.ended(self.vm.clone(), report, None);
+            self.device
+                .ended(self.lease_owner.vm().clone(), report, None);
             if let Err(error) = self.device.process_gone(!may_go_on) {
                 log::error!("{error}");
             }
@@ -29,7 +30,7 @@ impl WorkerLease<'_> {
         };
         if may_go_on && !self.is_ending() && self.owner.home.keeps_running(self.generation) {
             let kept = Running {
-                vm: self.vm.clone(),
+                vm: self.lease_owner.vm().clone(),
                 handle,
                 record: self.record.take(),
             };
@@ -41,7 +42,8 @@ impl WorkerLease<'_> {
             return None;
         }
         let report = self.report.take();
-        self.device.ended(self.vm.clone(), report, Some(handle));
+        self.device
+            .ended(self.lease_owner.vm().clone(), report, Some(handle));
         Some(false)
     }
 
@@ -53,7 +55,7 @@ impl WorkerLease<'_> {
             let error = Chain(&error);
             self.owner.publish_problem(Some(&format!(
                 "cannot stop its DMA: {error}; VM {} keeps the lease (generation {}) until that succeeds, trying again",
-                self.vm, self.generation
+                self.lease_owner, self.generation
             )));
             if !self.pause_for_request(pause) {
                 log::error!(

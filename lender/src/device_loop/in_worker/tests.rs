@@ -76,9 +76,10 @@ fn workers(program: Program) -> Workers {
 }
 
 fn lease(generation: u64) -> Lease {
+    let connection = Channel::pair().unwrap().0;
     Lease {
-        connection: Channel::pair().unwrap().0,
-        vm: "web1".parse().unwrap(),
+        owner: LeaseOwner::of("web1".parse().unwrap(), &connection),
+        connection,
         generation: Generation(generation),
         transport: Transport::SharedMemory,
         bar_memory: Vec::new(),
@@ -120,7 +121,7 @@ fn stuck(leased: bool) -> Stuck {
     let model = Model::DmaTest(Default::default());
     let mut device = WorkerDevice::open(&owner.id, model, adapter, workers(idle()), None).unwrap();
     let lease = lease(1);
-    let of = (lease.vm.clone(), lease.generation);
+    let of = (lease.owner.clone(), lease.generation);
     let started = device.start(entry("dma0"), 0, lease);
     let (worker, borrower, _) = started.map_err(|(_, error)| error).unwrap();
     worker.kill();
@@ -259,7 +260,7 @@ fn a_worker_whose_borrower_was_told_and_that_does_not_start_leaves_the_device_ke
 fn a_worker_without_a_medium_ends_no_chain() {
     let (mut owner, mut device, ended) = with_medium(idle());
     let lease = lease(1);
-    let of = (lease.vm.clone(), lease.generation);
+    let of = (lease.owner.clone(), lease.generation);
     let started = device.start(entry("disk0"), 0, lease);
     let (worker, borrower, _) = started.map_err(|(_, error)| error).unwrap();
     let mut lease = WorkerLease::new(&mut owner, &mut device, worker, Some(borrower), of);
@@ -335,7 +336,7 @@ fn resize_and_kill(version: u32) -> (Result<Resized, RemoteError>, String) {
     let made = DeviceLoop::new(id, home, Wakeup::new().unwrap(), Duration::ZERO, quota);
     let (mut owner, _queue) = made.unwrap();
     let lease = lease(1);
-    let of = (lease.vm.clone(), lease.generation);
+    let of = (lease.owner.clone(), lease.generation);
     let started = device.start(entry("disk0"), 0, lease);
     let (worker, borrower, record) = started.map_err(|(_, error)| error).unwrap();
     let mut lease = WorkerLease::new(&mut owner, &mut device, worker, Some(borrower), of);

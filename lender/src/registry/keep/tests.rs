@@ -1,7 +1,9 @@
 use std::{path::Path, sync::mpsc};
 
 use farside_daemon::Wakeup;
-use farside_lender_protocol::{BarOwner, Channel, Described, Generation, Revocation, Transport};
+use farside_lender_protocol::{
+    BarOwner, Channel, Described, Generation, Identity, Revocation, Transport,
+};
 
 use super::*;
 use crate::{
@@ -29,6 +31,11 @@ fn medium(inode: u64) -> ImageId {
 
 fn vm(name: &str) -> VmName {
     name.parse().unwrap()
+}
+
+fn owner(name: &str) -> LeaseOwner {
+    let identity = Identity::User { uid: 1, pid: 7 };
+    LeaseOwner::new(vm(name), Some(&identity))
 }
 
 fn no_description() -> Described {
@@ -104,13 +111,13 @@ impl Lender {
         };
         let granted =
             self.registry
-                .grant_medium(&self.id, (&vm(name), Transport::Network), None, going);
+                .grant_medium(&self.id, (&owner(name), Transport::Network), None, going);
         granted.map(|(grant, chain)| (grant.generation(), chain.secret))
     }
 
     /// As a VM of this host does.
     fn borrow_here(&self, name: &str) -> Result<Generation, RemoteError> {
-        let granted = self.registry.grant(&self.id, &vm(name), None, None);
+        let granted = self.registry.grant(&self.id, &owner(name), None);
         granted.map(|grant| grant.generation())
     }
 
@@ -407,11 +414,13 @@ fn a_repeated_handover_leaves_the_chain_of_the_lease_under_it() {
             keep: KEEP,
             resumes,
         };
-        let vm = vm("a");
-        let granted =
-            lender
-                .registry
-                .grant_medium(&lender.id, (&vm, Transport::Network), Some(fence), going);
+        let owner = owner("a");
+        let granted = lender.registry.grant_medium(
+            &lender.id,
+            (&owner, Transport::Network),
+            Some(fence),
+            going,
+        );
         granted.map(|(grant, chain)| (grant.generation(), chain.secret))
     };
     let (lease, chain) = borrow(None).unwrap();
@@ -490,8 +499,8 @@ fn devices_that_share_a_read_only_medium_have_a_chain_each() {
     lender.add("disk1", medium(7));
     let (lease, chain) = lender.borrow("a", None).unwrap();
     lender.cut(lease);
-    let (id, vm) = ("disk1".parse().unwrap(), vm("b"));
-    let granted = lender.registry.grant(&id, &vm, None, None);
+    let (id, owner) = ("disk1".parse().unwrap(), owner("b"));
+    let granted = lender.registry.grant(&id, &owner, None);
     granted.map(|grant| grant.generation()).unwrap();
     assert_eq!(lender.kept().as_deref(), Some("a"));
     lender.borrow("a", Some(chain)).unwrap();
@@ -523,7 +532,7 @@ fn a_device_stays_kept_if_its_thread_does_not_take_the_lease() {
             keep: KEEP,
             resumes,
         };
-        let a = vm("a");
+        let a = owner("a");
         let granted =
             lender
                 .registry
@@ -532,7 +541,7 @@ fn a_device_stays_kept_if_its_thread_does_not_take_the_lease() {
         let generation = grant.generation();
         let posted = grant.post(Lease {
             connection: Channel::pair().unwrap().0,
-            vm: a,
+            owner: a,
             generation,
             transport: Transport::Network,
             bar_memory: Vec::new(),

@@ -44,7 +44,7 @@ impl WorkerDevice {
         poll_us: u64,
         mut lease: Lease,
     ) -> Result<Started, (Option<Channel>, StartError)> {
-        let mut worker = match self.spawn(&lease.vm) {
+        let mut worker = match self.spawn(lease.owner.vm()) {
             Ok(worker) => worker,
             Err(error) => return Err((Some(lease.connection), error)),
         };
@@ -70,7 +70,10 @@ impl WorkerDevice {
                 let open = file.map(OwnedFd::from).into_iter().collect();
                 (Borrower::Lent(socket), medium.map(|it| (it, open)))
             }
-            None => (Borrower::Asking(lease.connection), self.served(&lease.vm)),
+            None => (
+                Borrower::Asking(lease.connection),
+                self.served(lease.owner.vm()),
+            ),
         };
         let (borrower, served, open) = match served {
             (borrower, Ok((served, open))) => (borrower, served, open),
@@ -87,7 +90,7 @@ impl WorkerDevice {
             (Served::Server { config, .. }, _) => Some(KeptDevice::Server(config.clone())),
             _ => None,
         };
-        let of = (&lease.vm, lease.generation);
+        let of = (lease.owner.vm(), lease.generation);
         let record = device.map(|device| {
             // A model's next worker opens the file of its reservations anew.
             let runs = match &self.device {
@@ -101,7 +104,7 @@ impl WorkerDevice {
             entry,
             device: served,
             poll_us,
-            vm: lease.vm,
+            vm: lease.owner.vm().clone(),
             generation: lease.generation,
             transport: lease.transport,
             chain: kept.map(|chain| (chain.secret, chain.goes_on)),

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use farside_daemon::DeviceId;
 use farside_fabric::{
-    Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova, LutRange, PageCounts, PeerAddress,
-    ReasonCounts, Usage,
+    Access, Fault, FaultReason, FaultRecord, FaultSummary, Iova, LutRange, Owner, PageCounts,
+    PeerAddress, ReasonCounts, Usage,
 };
 use farside_hand_over::{
     decode,
@@ -433,4 +433,86 @@ fn a_report_of_a_version_without_its_last_fields_is_read() {
     assert!(
         matches!(answer, Answer::Ended(report) if report.limits.is_empty() && report.faults.total == 9)
     );
+}
+
+/// A lease of `device` of the VM web1, whose worker has a window open, unless it has ended.
+fn adopted(device: &str, open: OpenWindow, has_ended: bool) -> Adopted {
+    let fd = || Channel::pair().expect("sockets").0.into_socket();
+    let connection = (!has_ended).then(fd);
+    let lease = KeptLease {
+        device: device.parse().expect("an id"),
+        vm: "web1".parse().expect("a name"),
+        generation: Generation(2),
+        since: SystemTime::now(),
+        chain: None,
+        pid: 1,
+        group: None,
+        served: KeptDevice::Model(Model::DmaTest),
+        first_order: 1,
+        requester: true,
+        windows: vec![open],
+        replied: None,
+        worker: LEASES.version(),
+        state: None,
+    };
+    Adopted {
+        number: 1,
+        lease,
+        requester: None,
+        pidfd: fd(),
+        orders: fd(),
+        calls: fd(),
+        log: fd(),
+        connection,
+        image: None,
+        handle: None,
+    }
+}
+
+/// The name of its VM is what the borrower has stated to the former broker.
+#[test]
+fn adopted_leases_share_windows_by_who_is_connected() {
+    let adapter = || Adapter::new(Default::default()).expect("limits");
+    let range = LutRange {
+        first: 3,
+        entries: 8,
+    };
+    let open = OpenWindow {
+        range,
+        peer_address: PeerAddress::new(1 << 30),
+        bytes: 1 << 30,
+    };
+    let model = config::Model::DmaTest(Default::default());
+    let used = |adapter: &Adapter| {
+        let usage = adapter.tables().usage().expect("it has them");
+        (usage.devices.len(), usage.lut_entries)
+    };
+    let here = adapter();
+    for device in ["disk0", "disk1"] {
+        let mut lease = adopted(device, open, false);
+        assert!(matches!(lease.go_on(&model, &here), Ok(None)), "{device}");
+    }
+    assert_eq!(used(&here), (2, 8));
+    // A worker that has ended has no window.
+    let mut ended = adopted("disk2", open, true);
+    assert!(!ended.owner().is(&adopted("disk0", open, false).owner()));
+    assert!(matches!(ended.go_on(&model, &here), Ok(None)));
+    assert_eq!((used(&here), ended.requester), ((2, 8), None));
+    // Somebody else has the range, for a VM of that name.
+    let others = adapter();
+    let namesake = Owner::new("web1", "host a");
+    let entry = others.tables().take_requester("disk3", &namesake);
+    let entry = entry.expect("free");
+    let OpenWindow {
+        peer_address,
+        bytes,
+        ..
+    } = open;
+    let taken = others
+        .tables()
+        .restore_window(entry, peer_address, bytes, range);
+    assert!(taken);
+    let refused = adopted("disk0", open, false).go_on(&model, &others);
+    let why = refused.map(drop).expect_err("the range is taken");
+    assert!(why.contains("[fabric]"), "{why}");
 }

@@ -19,6 +19,7 @@ use super::{
 use crate::{
     fences::FenceBook,
     input::Input,
+    lease_owner::LeaseOwner,
     registry::{Going, Grant, GrantedChain, Lease, Registry, Release, Viewer},
     requests::{self, Answer, Borrow, Peer, Pending, viewer},
 };
@@ -297,11 +298,12 @@ impl World {
     fn borrow(&mut self, at: usize, channel: Channel, peer: Option<Peer>, borrow: Borrow) -> End {
         let Borrow {
             device,
-            vm,
+            owner,
             transport,
             fence,
             going,
         } = borrow;
+        let vm = owner.vm().clone();
         let host = self.connections[at].host;
         let cause = Cause::Borrow {
             host,
@@ -311,14 +313,14 @@ impl World {
         let index = index(&device);
         self.cause = index.map(|index| (index, cause));
         let resumes = going.and_then(|going| going.resumes);
-        let error = match grant(&self.registry, &device, &vm, fence, going) {
+        let error = match grant(&self.registry, &device, &owner, fence, going) {
             Ok((grant, chain)) => {
                 let index = index.expect("a device");
                 self.chains.begin(index, &vm, resumes, chain);
                 let generation = grant.generation();
                 let lease = Lease {
                     connection: channel,
-                    vm,
+                    owner,
                     generation,
                     transport,
                     bar_memory: Vec::new(),
@@ -435,7 +437,7 @@ impl World {
                 assert!(!revoking, "a revocation without a lease");
             }
             if let Some(lease) = self.devices[at].lease() {
-                let held = Some((lease.vm.clone(), lease.generation));
+                let held = Some((lease.owner.vm().clone(), lease.generation));
                 assert_eq!(shown.holder, held, "the record is of another lease");
             }
             let cause = cause.map_or(Cause::Nothing, |(_, cause)| cause);
@@ -510,7 +512,8 @@ impl World {
             for vm in VMS {
                 let vm: VmName = name(vm);
                 let held = self.ledgers[at].rightful(&vm);
-                let granted = self.registry.grant(&id, &vm, None, held);
+                let owner = LeaseOwner::new(vm.clone(), Some(&identity(OPERATOR_HOST)));
+                let granted = self.registry.grant(&id, &owner, held);
                 let generation = match granted {
                     Ok(grant) => grant.generation(),
                     Err(error) => panic!("{vm} is locked out of {id}: {error}"),
@@ -525,17 +528,17 @@ impl World {
 fn grant<'a>(
     registry: &'a Registry,
     device: &'a DeviceId,
-    vm: &VmName,
+    owner: &LeaseOwner,
     fence: Option<HeldFence>,
     going: Option<Going>,
 ) -> Result<(Grant<'a>, Option<GrantedChain>), RemoteError> {
     match going {
         Some(going) => {
-            let granted = registry.grant_medium(device, (vm, Transport::Network), fence, going);
+            let granted = registry.grant_medium(device, (owner, Transport::Network), fence, going);
             granted.map(|(grant, chain)| (grant, Some(chain)))
         }
         None => {
-            let granted = registry.grant(device, vm, None, fence);
+            let granted = registry.grant(device, owner, fence);
             granted.map(|grant| (grant, None))
         }
     }
