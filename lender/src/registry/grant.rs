@@ -122,8 +122,7 @@ impl Registry {
             return Err(holder.refusal(id));
         }
         slot.check_kept(id, owner.vm())?;
-        records.check_group(id, owner)?;
-        records.check_reached(id, owner)?;
+        records.check_others(id, owner)?;
         Grant::begin(records, id, owner, None, false)
     }
 
@@ -136,6 +135,16 @@ impl Registry {
 }
 
 impl Records {
+    /// Refuses a function that another one reaches, or whose memory it would.
+    pub(super) fn check_others(
+        &self,
+        id: &DeviceId,
+        owner: &LeaseOwner,
+    ) -> Result<(), RemoteError> {
+        self.check_group(id, owner)?;
+        self.check_reached(id, owner)
+    }
+
     /// Refuses a function whose BAR another function may still reach: one of the owner that had this one last. With VFIO
     /// type1 a mapping of a BAR lasts until it is unmapped, which a worker that was killed has not done.
     fn check_reached(&self, id: &DeviceId, owner: &LeaseOwner) -> Result<(), RemoteError> {

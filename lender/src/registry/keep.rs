@@ -193,7 +193,11 @@ impl Registry {
             return Err(holder.refusal(id));
         }
         slot.check_kept(id, vm)?;
-        let chain = match (going.resumes, fences.chain(id)) {
+        // A lease that resumes is its owner's by the secret.
+        if going.resumes.is_none() {
+            records.check_others(id, owner)?;
+        }
+        let chain = match (going.resumes, records.fences.chain(id)) {
             (Some(_), Some(chain)) => chain.clone(),
             _ => Chain::start(vm, medium, going.keep).map_err(internal)?,
         };

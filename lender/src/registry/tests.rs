@@ -297,6 +297,45 @@ fn a_function_that_another_one_may_reach_is_not_lent_to_another_owner() {
     }
 }
 
+/// As a backend with a keeper borrows functions of its host. What runs without a worker has mapped what it has.
+#[test]
+fn a_function_whose_lease_goes_on_is_not_lent_while_another_one_may_reach_it() {
+    let (registry, [nic, gpu, _], _requests) = reachable();
+    for id in [&nic, &gpu] {
+        registry.set_runs_on(id);
+    }
+    let begin = |id, owner: &LeaseOwner, resumes| {
+        let going = Going {
+            keep: Duration::from_secs(60),
+            resumes,
+        };
+        let of = (owner, Transport::SharedMemory);
+        let (grant, chain) = registry.grant_medium(id, of, None, going)?;
+        Ok::<_, RemoteError>((grant.generation(), chain.secret))
+    };
+    let (mine, other) = (user("web1", 1), user("web1", 2));
+    let (of_nic, chain) = begin(&nic, &mine, None).unwrap();
+    let over = Release::Over(Revocation::Released);
+    registry.release(&gpu, begin(&gpu, &mine, None).unwrap().0, over);
+    let refused = || {
+        let error = begin(&gpu, &other, None).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Busy);
+        assert!(error.message.contains("by nic"), "{error}");
+    };
+    refused();
+    assert!(registry.keep_running(&nic, of_nic));
+    refused();
+    let (of_nic, _) = begin(&nic, &mine, Some(chain)).unwrap();
+    refused();
+    let (of_gpu, chain) = begin(&gpu, &mine, None).unwrap();
+    // The secret is its VM's, whoever runs that now.
+    registry.release(&gpu, of_gpu, Release::Cut);
+    let (of_gpu, _) = begin(&gpu, &other, Some(chain)).unwrap();
+    registry.release(&gpu, of_gpu, over);
+    registry.release(&nic, of_nic, over);
+    begin(&gpu, &mine, None).unwrap();
+}
+
 /// A lender that is started anew does not know the borrower of a lease whose connection is closed.
 #[test]
 fn what_a_borrower_that_is_not_known_may_reach_is_lent_to_nobody_else() {
