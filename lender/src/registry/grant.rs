@@ -164,7 +164,7 @@ impl Records {
             Some((other, _)) => Err(RemoteError {
                 kind: ErrorKind::Busy,
                 message: format!(
-                    "device {id} may still be reached by {other}: VM {former}, which had both, has to return {other} first"
+                    "device {id} may still be reached by {other}: VM {former}, which had both, has to return {other} first, or `farside revoke {other}` takes it back"
                 ),
             }),
         }
