@@ -17,6 +17,17 @@ pub struct HostIdentity {
     pub session: u32,
 }
 
+/// Reservation notifications of a borrower's host, of a shared namespace.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Notifications {
+    /// The number up to which the lender has searched for them.
+    pub upto: u64,
+    /// Older ones may be lost.
+    pub lost: bool,
+    /// Their types (1 to 3), two bits each; the oldest is in the lowest bits, and zero ends them.
+    pub types: u64,
+}
+
 /// An operation on the medium, or its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frame {
@@ -92,6 +103,12 @@ pub enum Frame {
         /// As in that.
         number: u64,
     },
+    /// To the lender of a shared namespace: the borrower has the reservation notifications up to a number, and waits for those
+    /// after it.
+    Notified {
+        /// As in [`Notifications::upto`]; `None`: it waits for those that come from now on, in a session that has begun.
+        upto: Option<u64>,
+    },
     /// To the lender: the last frame, with which the borrower returns the device.
     Return,
     /// To the borrower: an operation has ended.
@@ -121,6 +138,13 @@ pub enum Frame {
     Size {
         /// Bytes.
         size: u64,
+    },
+    /// To the borrower of a shared namespace: the answer to a [`Frame::Notified`], once there are notifications.
+    Notifications {
+        /// As in the last [`Frame::Host`]: of an earlier session they are void.
+        session: u32,
+        /// These.
+        notifications: Notifications,
     },
     /// In both directions: the sender is there, and has nothing else to send.
     Alive,
@@ -178,6 +202,8 @@ mod kind {
     pub const FENCED: u8 = 13;
     pub const FENCE: u8 = 14;
     pub const SIZE: u8 = 15;
+    pub const NOTIFIED: u8 = 16;
+    pub const NOTIFICATIONS: u8 = 17;
 }
 
 /// Of [`Frame::Write`].
@@ -186,6 +212,10 @@ const DURABLE: u8 = 1 << 0;
 const DISCARD: u8 = 1 << 0;
 /// Of [`Frame::Host`] and [`Frame::Report`].
 const EXTENDED: u8 = 1 << 0;
+/// Of [`Frame::Notified`]: without a number.
+const BEGINS: u8 = 1 << 0;
+/// Of [`Frame::Notifications`].
+const LOST: u8 = 1 << 0;
 /// Of [`Frame::Done`].
 const FULL: u8 = 1 << 0;
 const READ_ONLY: u8 = 1 << 1;
@@ -334,6 +364,23 @@ impl Frame {
                 offset: size,
                 ..Fields::default()
             },
+            Self::Notified { upto } => Fields {
+                kind: kind::NOTIFIED,
+                flags: if upto.is_none() { BEGINS } else { 0 },
+                offset: upto.unwrap_or(0),
+                ..Fields::default()
+            },
+            Self::Notifications {
+                session,
+                notifications: Notifications { upto, lost, types },
+            } => Fields {
+                kind: kind::NOTIFICATIONS,
+                flags: if lost { LOST } else { 0 },
+                offset: upto,
+                len: types,
+                number: session.cast_signed(),
+                ..Fields::default()
+            },
             Self::Return => Fields {
                 kind: kind::RETURN,
                 ..Fields::default()
@@ -432,6 +479,17 @@ impl Frame {
             kind::FENCED => Self::Fenced { number: offset },
             kind::FENCE => Self::Fence { number: offset },
             kind::SIZE => Self::Size { size: offset },
+            kind::NOTIFIED => Self::Notified {
+                upto: (flags & BEGINS == 0).then_some(offset),
+            },
+            kind::NOTIFICATIONS => Self::Notifications {
+                session: number.cast_unsigned(),
+                notifications: Notifications {
+                    upto: offset,
+                    lost: flags & LOST != 0,
+                    types: len,
+                },
+            },
             kind::RETURN => Self::Return,
             kind::DONE => Self::Done {
                 tag,
@@ -456,109 +514,4 @@ impl Frame {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn frames() -> impl Strategy<Value = Frame> {
-        let most = MAX_DATA as u32;
-        let condition = (any::<u64>(), any::<bool>(), any::<bool>());
-        let condition = condition.prop_map(|(size, full, read_only)| Condition {
-            size,
-            full,
-            read_only,
-        });
-        prop_oneof![
-            (any::<u16>(), any::<u64>(), 0..=most).prop_map(|(tag, offset, len)| Frame::Read {
-                tag,
-                offset,
-                len
-            }),
-            (any::<u16>(), any::<u64>(), 0..=most, any::<bool>()).prop_map(
-                |(tag, offset, len, durable)| Frame::Write {
-                    tag,
-                    offset,
-                    len,
-                    durable
-                }
-            ),
-            any::<u16>().prop_map(|tag| Frame::Sync { tag }),
-            (any::<u16>(), any::<i32>(), any::<u64>(), any::<u64>()).prop_map(
-                |(tag, mode, offset, len)| Frame::Allocate {
-                    tag,
-                    mode,
-                    offset,
-                    len
-                }
-            ),
-            (any::<u16>(), any::<u32>(), any::<bool>())
-                .prop_map(|(tag, bits, discard)| Frame::Offloads { tag, bits, discard }),
-            (any::<u128>(), any::<bool>(), any::<u32>()).prop_map(|(id, extended, session)| {
-                Frame::Host(HostIdentity {
-                    id,
-                    extended,
-                    session,
-                })
-            }),
-            (any::<u16>(), 0..=most).prop_map(|(tag, len)| Frame::Reserve { tag, len }),
-            (any::<u16>(), 0..=most, any::<bool>())
-                .prop_map(|(tag, len, extended)| Frame::Report { tag, len, extended }),
-            any::<u64>().prop_map(|number| Frame::Fenced { number }),
-            any::<u64>().prop_map(|number| Frame::Fence { number }),
-            any::<u64>().prop_map(|size| Frame::Size { size }),
-            Just(Frame::Return),
-            (any::<u16>(), any::<i32>(), 0..=most, condition).prop_map(
-                |(tag, result, data, condition)| Frame::Done {
-                    tag,
-                    result,
-                    data,
-                    condition
-                }
-            ),
-            any::<u64>().prop_map(|limit_ms| Frame::Release { limit_ms }),
-            Just(Frame::Alive),
-        ]
-    }
-
-    proptest! {
-        #[test]
-        fn a_frame_survives_the_encoding(frame in frames()) {
-            prop_assert_eq!(Frame::decode(&frame.encode()), Ok(frame));
-        }
-
-        /// One encoding of each frame: what is decoded is encoded to the same bytes.
-        #[test]
-        fn any_header_is_refused_or_a_frame(bytes: [u8; HEADER], frame in frames(), at in 0..HEADER, value: u8) {
-            let mut changed = frame.encode();
-            changed[at] = value;
-            for header in [bytes, changed] {
-                if let Ok(frame) = Frame::decode(&header) {
-                    prop_assert_eq!(frame.encode(), header);
-                    prop_assert!(frame.data_len() <= MAX_DATA);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn data_is_bounded() {
-        let mut header = Frame::Alive.encode();
-        header[0] = 1;
-        assert_eq!(Frame::decode(&header), Err(FrameError::Field(8)));
-        let write = Frame::Write {
-            tag: 1,
-            offset: 0,
-            len: MAX_DATA as u32 + 1,
-            durable: false,
-        };
-        assert_eq!(
-            Frame::decode(&write.encode()),
-            Err(FrameError::Data {
-                kind: 2,
-                len: MAX_DATA as u32 + 1
-            })
-        );
-        assert_eq!(Frame::decode(&[0; HEADER]), Err(FrameError::Kind(0)));
-    }
-}
+mod tests;

@@ -23,7 +23,9 @@ mod link;
 mod memory;
 mod records;
 
-pub use frame::{Condition, Frame, FrameError, HEADER, HostIdentity, MAX_DATA, REFUSED};
+pub use frame::{
+    Condition, Frame, FrameError, HEADER, HostIdentity, MAX_DATA, Notifications, REFUSED,
+};
 pub use link::{Link, LinkError};
 pub use memory::Memory;
 pub use records::{Cipher, Direction, Secrets};

@@ -12,7 +12,7 @@ use crate::{
 
 /// The protocol version of this build. A lender refuses other versions with
 /// [`ErrorKind::Version`].
-pub const VERSION: u32 = 16;
+pub const VERSION: u32 = 17;
 
 /// Lease generation, used as fencing token: it increases with each borrow of a device.
 #[derive(

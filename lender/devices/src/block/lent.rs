@@ -499,10 +499,18 @@ fn place(
         | Frame::Reserve { tag, len }
         | Frame::Report { tag, len, .. } => (tag, len as usize),
         Frame::Sync { tag } | Frame::Allocate { tag, .. } | Frame::Offloads { tag, .. } => (tag, 0),
-        Frame::Return | Frame::Alive | Frame::Host(_) | Frame::Fenced { .. } => {
+        Frame::Return
+        | Frame::Alive
+        | Frame::Host(_)
+        | Frame::Fenced { .. }
+        | Frame::Notified { .. } => {
             return Ok(Memory::NONE);
         }
-        Frame::Done { .. } | Frame::Release { .. } | Frame::Fence { .. } | Frame::Size { .. } => {
+        Frame::Done { .. }
+        | Frame::Release { .. }
+        | Frame::Fence { .. }
+        | Frame::Size { .. }
+        | Frame::Notifications { .. } => {
             return Err(FrameError::Unexpected(*frame));
         }
     };

@@ -28,9 +28,11 @@ pub(super) fn place(
     } = *frame
     else {
         return match frame {
-            Frame::Release { .. } | Frame::Fence { .. } | Frame::Size { .. } | Frame::Alive => {
-                Ok(Memory::NONE)
-            }
+            Frame::Release { .. }
+            | Frame::Fence { .. }
+            | Frame::Size { .. }
+            | Frame::Notifications { .. }
+            | Frame::Alive => Ok(Memory::NONE),
             other => Err(FrameError::Unexpected(*other)),
         };
     };
