@@ -25,7 +25,7 @@ mod test_links;
 
 pub use bus::{Bus, Dma, Interrupts};
 
-use std::os::fd::BorrowedFd;
+use std::{os::fd::BorrowedFd, time::Duration};
 
 use farside_fabric::memory::HostSlice;
 use farside_pci::Description;
@@ -88,6 +88,11 @@ pub trait Device: Send {
     /// Whether the guest may give it work without any notification, so that its owner has to poll it.
     fn is_polled(&self) -> bool {
         false
+    }
+
+    /// The longest time for which its owner may sleep, if other processes give it work without a notification.
+    fn looks_again(&self) -> Option<Duration> {
+        None
     }
 
     /// How its owner waits after a [`Device::poll`] without work.

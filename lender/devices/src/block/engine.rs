@@ -2,7 +2,7 @@
 
 use std::{io, os::fd::BorrowedFd};
 
-use farside_medium::{Condition, HostIdentity};
+use farside_medium::{Condition, HostIdentity, Notifications};
 
 use super::{Durability, Tag};
 #[cfg(doc)]
@@ -100,6 +100,15 @@ pub(super) trait Engine: Send {
     /// The size of the medium that a lender in another host has reported since the last call. It may be any size: that lender
     /// is not trusted.
     fn take_size(&mut self) -> Option<u64> {
+        None
+    }
+
+    /// The owner has the reservation notifications up to this number, of a lender in another host, and waits for those after it;
+    /// `None`: in a session that has begun, for those that come from now on.
+    fn set_notified(&mut self, _upto: Option<u64>) {}
+
+    /// The notifications that have come, once.
+    fn take_notifications(&mut self) -> Option<Notifications> {
         None
     }
 

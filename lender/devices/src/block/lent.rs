@@ -90,6 +90,8 @@ pub struct LentMedium {
     reservations: Option<LentReservations>,
     /// The request that waits for the I/O of preempted hosts.
     aborting: Option<Tag>,
+    /// The number of the last frame with notifications.
+    notified: Option<u64>,
     condition: Condition,
     /// The last failure.
     failed: Option<Instant>,
@@ -135,6 +137,7 @@ impl LentMedium {
             read_only,
             reservations: None,
             aborting: None,
+            notified: None,
             condition: Condition {
                 size,
                 full: false,
@@ -152,7 +155,8 @@ impl LentMedium {
         self
     }
 
-    /// Receives, serves and answers, without blocking. `on_failed_sync` is called before the borrower
+    /// Receives, serves and answers, without blocking. Called every [`Link::TICK`] at the latest, it finds the reservation
+    /// notifications of other hosts' changes, which wake nobody. `on_failed_sync` is called before the borrower
     /// learns that a flush has failed: the kernel reports that once.
     ///
     /// # Errors
@@ -168,6 +172,7 @@ impl LentMedium {
             }
             finished |= self.finish_abort();
             self.send_fence();
+            self.send_notifications();
             self.link.flush().map_err(Ended::Cut)?;
             let released = self.release_sent();
             if !received && !finished && !released {
@@ -285,6 +290,11 @@ impl LentMedium {
                 Some(Frame::Fenced { number }) => {
                     if let Some(reservations) = &mut self.reservations {
                         reservations.fenced(number);
+                    }
+                }
+                Some(Frame::Notified { upto }) => {
+                    if let Some(reservations) = &mut self.reservations {
+                        reservations.set_notified(upto);
                     }
                 }
                 Some(frame @ Frame::Reserve { .. }) => {

@@ -6,6 +6,7 @@
 //! what it started after its answer was not started before. Others that write to the medium, of a shared namespace, may.
 
 mod frames;
+mod notifications;
 
 use std::{
     io,
@@ -14,7 +15,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farside_medium::{Condition, Frame, FrameError, HostIdentity, Link, LinkError, Memory};
+use farside_medium::{
+    Condition, Frame, FrameError, HostIdentity, Link, LinkError, Memory, Notifications,
+};
 use rustix::{
     buffer::spare_capacity,
     event::{PollFd, PollFlags, Timespec, epoll, poll},
@@ -26,6 +29,7 @@ use rustix::{
 
 use super::{Engine, RawOp, Tag, eventfd};
 use frames::{Operation, place, post};
+use notifications::Exchange;
 
 /// Time for operations to end while the owner waits for that, before they are given up: shorter than
 /// it waits for DMA in flight.
@@ -161,6 +165,7 @@ pub(super) struct Network {
     is_news: bool,
     /// The frame of the last answer.
     fenced: Option<u64>,
+    notifications: Exchange,
     condition: Condition,
     /// The size that the lender has reported, until the owner takes it.
     reported: Option<u64>,
@@ -214,6 +219,7 @@ impl Network {
             fence: None,
             is_news: false,
             fenced: None,
+            notifications: Exchange::default(),
             condition: Condition {
                 size,
                 full: false,
@@ -283,6 +289,9 @@ impl Network {
         again.sort_unstable_by_key(|(operation, _)| operation.number);
         if let Some(host) = self.host {
             link.post(Frame::Host(host), Memory::NONE);
+        }
+        if let Some(frame) = self.notifications.ask() {
+            link.post(frame, Memory::NONE);
         }
         let mut frames = Vec::with_capacity(again.len());
         for (operation, tag) in again {
@@ -358,6 +367,13 @@ impl Network {
                 (self.fence, self.is_news) = (Some(Fence::Asked(number)), true);
             }
             Frame::Size { size } => (self.reported, self.is_news) = (Some(size), true),
+            Frame::Notifications {
+                session,
+                notifications,
+            } => match self.notifications.answered(session, notifications) {
+                Some(is_news) => self.is_news |= is_news,
+                None => self.lose(FrameError::Unexpected(frame).into()),
+            },
             // Once for a connection: a lender that repeats it uses no memory.
             Frame::Release { limit_ms } if !self.release_asked => {
                 self.release_asked = true;
@@ -481,6 +497,7 @@ impl Engine for Network {
     }
 
     fn set_host(&mut self, host: HostIdentity) {
+        self.notifications.set_session(host.session);
         if self.host.replace(host) != Some(host)
             && let State::Connected(link) = &mut self.state
         {
@@ -492,6 +509,20 @@ impl Engine for Network {
 
     fn take_size(&mut self) -> Option<u64> {
         self.reported.take()
+    }
+
+    fn set_notified(&mut self, upto: Option<u64>) {
+        if self.notifications.set_notified(upto)
+            && let State::Connected(link) = &mut self.state
+            && let Some(frame) = self.notifications.ask()
+        {
+            link.post(frame, Memory::NONE);
+            self.flush();
+        }
+    }
+
+    fn take_notifications(&mut self) -> Option<Notifications> {
+        self.notifications.take()
     }
 
     fn wants_fence(&self) -> bool {

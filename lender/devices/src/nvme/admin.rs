@@ -190,6 +190,9 @@ fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
     if !matches!(command.nsid(), 0 | NSID | NSID_ALL) {
         return Err(Status::INVALID_NAMESPACE);
     }
+    if page == logs::RESERVATION_NOTIFICATION {
+        nvme.take_notifications();
+    }
     let health = Health {
         warnings: nvme.warnings(),
         read_only: nvme.namespace.read_only,
@@ -213,10 +216,13 @@ fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
         send(nvme, command, dma, &log[from..end])?;
     }
     if !retain_event {
-        nvme.events.unmask(page);
-        if page == logs::CHANGED_NAMESPACES {
-            nvme.logs.namespace_changed = false;
+        match page {
+            logs::CHANGED_NAMESPACES => nvme.logs.namespace_changed = false,
+            logs::RESERVATION_NOTIFICATION => nvme.logs.reservations.consume(),
+            _ => {}
         }
+        let is_empty = nvme.logs.reservations.is_empty();
+        nvme.events.unmask(page, is_empty);
     }
     DONE
 }
@@ -248,6 +254,7 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
         return Err(Status::NOT_SAVEABLE);
     }
     match command.nsid() {
+        0 if feature == features::RESERVATION_MASK => return Err(Status::INVALID_NAMESPACE),
         0 | NSID_ALL => {}
         NSID if Features::is_of_namespace(feature) => {}
         NSID => return Err(Status::NOT_NAMESPACE_SPECIFIC),
@@ -270,12 +277,16 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
             let slices = nvme.gather_small(dma, &pointer, data_len, Access::Read)?;
             copy_out(&slices, &mut data[..data_len]);
             let id = u128::from_le_bytes(data);
+            // Those before are of the host without an identifier.
+            nvme.take_notifications();
             nvme.features.set_host_identifier(id, is_extended)?;
             nvme.tell_host();
             DONE
         }
         features::RESERVATION_MASK if nvme.shared.is_some() => {
-            nvme.features.reservation_mask = command.cdw(11) & 0b1110;
+            // Those before are masked as before.
+            nvme.take_notifications();
+            nvme.features.reservation_mask = command.cdw(11) & features::RESERVATIONS_MASKED;
             DONE
         }
         features::RESERVATION_PERSISTENCE if nvme.shared.is_some() => {
@@ -315,7 +326,13 @@ fn flush_cache(nvme: &mut Nvme, command: &Command) -> Result<Outcome, Status> {
 fn get_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result<Outcome, Status> {
     let feature = command.cdw(10) as u8;
     let select = Select::from_bits(command.cdw(10) >> 8)?;
-    if !matches!(command.nsid(), 0 | NSID | NSID_ALL) {
+    let is_one = command.nsid() == NSID;
+    let is_valid = match feature {
+        // Each namespace has one of its own.
+        features::RESERVATION_MASK => is_one,
+        _ => is_one || matches!(command.nsid(), 0 | NSID_ALL),
+    };
+    if !is_valid {
         return Err(Status::INVALID_NAMESPACE);
     }
     if nvme.shared.is_some() {

@@ -258,7 +258,7 @@ impl Nvme {
     }
 
     /// Whether it fetches commands where it may access guest memory.
-    fn is_running(&self) -> bool {
+    pub(super) fn is_running(&self) -> bool {
         let csts = self.registers.csts;
         csts.ready
             && !csts.fatal
@@ -489,6 +489,7 @@ impl Nvme {
             self.complete(bus, 0, command, Ok(0), None);
             busy = true;
         }
+        busy |= self.take_notifications();
         busy |= self.report_events(bus);
         busy |= self.finish_abort(bus);
         self.advance(bus);

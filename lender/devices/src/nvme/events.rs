@@ -22,16 +22,32 @@ pub enum Event {
     SpareBelowThreshold,
     /// The data of Identify Namespace has changed.
     NamespaceChanged,
+    /// Log pages of reservation notifications are available.
+    ReservationLog,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    Error = 0,
-    Health = 1,
-    Notice = 2,
+    Error,
+    Health,
+    Notice,
+    /// Specific to the I/O command set.
+    CommandSet,
 }
 
-const KINDS: [Kind; 3] = [Kind::Error, Kind::Health, Kind::Notice];
+const KINDS: [Kind; 4] = [Kind::Error, Kind::Health, Kind::Notice, Kind::CommandSet];
+
+impl Kind {
+    /// Asynchronous Event Type.
+    fn number(self) -> u32 {
+        match self {
+            Self::Error => 0,
+            Self::Health => 1,
+            Self::Notice => 2,
+            Self::CommandSet => 6,
+        }
+    }
+}
 
 impl Event {
     /// The event of the most severe of some critical warnings.
@@ -54,6 +70,7 @@ impl Event {
                 Kind::Health
             }
             Self::NamespaceChanged => Kind::Notice,
+            Self::ReservationLog => Kind::CommandSet,
         }
     }
 
@@ -65,6 +82,7 @@ impl Event {
             Self::TemperatureThreshold => 1,
             Self::SpareBelowThreshold => 2,
             Self::NamespaceChanged => 0,
+            Self::ReservationLog => 0,
         }
     }
 
@@ -74,8 +92,9 @@ impl Event {
             Kind::Error => u32::from(super::logs::ERROR_INFORMATION),
             Kind::Health => u32::from(super::logs::HEALTH),
             Kind::Notice => u32::from(super::logs::CHANGED_NAMESPACES),
+            Kind::CommandSet => u32::from(super::logs::RESERVATION_NOTIFICATION),
         };
-        self.kind() as u32 | self.information() << 8 | log << 16
+        self.kind().number() | self.information() << 8 | log << 16
     }
 }
 
@@ -83,8 +102,8 @@ impl Event {
 pub struct Events {
     /// Command identifiers of open requests, and their entries.
     open: Vec<(u16, Entry)>,
-    pending: [Option<Event>; 3],
-    masked: [bool; 3],
+    pending: [Option<Event>; KINDS.len()],
+    masked: [bool; KINDS.len()],
 }
 
 impl Events {
@@ -135,8 +154,8 @@ impl Events {
         None
     }
 
-    /// The guest has read log `page` without Retain Asynchronous Event.
-    pub fn unmask(&mut self, page: u8) {
+    /// The guest has read log `page` without Retain Asynchronous Event. `is_empty`: nothing is left to be reported.
+    pub fn unmask(&mut self, page: u8, is_empty: bool) {
         match page {
             super::logs::ERROR_INFORMATION => self.masked[Kind::Error as usize] = false,
             super::logs::HEALTH => self.masked[Kind::Health as usize] = false,
@@ -145,24 +164,35 @@ impl Events {
                 self.pending[Kind::Notice as usize] = None;
                 self.masked[Kind::Notice as usize] = false;
             }
+            super::logs::RESERVATION_NOTIFICATION => {
+                if is_empty {
+                    self.pending[Kind::CommandSet as usize] = None;
+                }
+                self.masked[Kind::CommandSet as usize] = false;
+            }
             _ => {}
         }
     }
 
     /// The types of events whose log the guest has to read.
-    pub fn masked(&self) -> [bool; 3] {
+    pub fn masked(&self) -> [bool; KINDS.len()] {
         self.masked
     }
 
     /// Sets the types whose log the guest has to read.
-    pub fn set_masked(&mut self, masked: [bool; 3]) {
+    pub fn set_masked(&mut self, masked: [bool; KINDS.len()]) {
         self.masked = masked;
+    }
+
+    /// Whether an event waits for a request.
+    pub fn is_pending(&self, event: Event) -> bool {
+        self.pending[event.kind() as usize] == Some(event)
     }
 
     /// Clears all state, as a reset does.
     pub fn clear(&mut self) {
         self.open.clear();
-        self.pending = [None; 3];
-        self.masked = [false; 3];
+        self.pending = [None; KINDS.len()];
+        self.masked = [false; KINDS.len()];
     }
 }

@@ -30,8 +30,10 @@ pub const TIMESTAMP: u8 = 0x0e;
 
 /// Host identifier, of a controller that shares its namespace.
 pub const HOST_IDENTIFIER: u8 = 0x81;
-/// Which reservation notifications are not wanted. There are none.
+/// Which reservation notifications are not wanted.
 pub const RESERVATION_MASK: u8 = 0x82;
+/// All bits of that.
+pub const RESERVATIONS_MASKED: u32 = 0b1110;
 /// Whether reservations persist through power loss.
 pub const RESERVATION_PERSISTENCE: u8 = 0x83;
 

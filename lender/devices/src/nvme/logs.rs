@@ -6,6 +6,7 @@ use super::{
     command::{admin, io},
     identify::{FIRMWARE, TEMPERATURE},
     namespace::NSID,
+    reservation_log::ReservationLog,
     stats::Stats,
     status::Status,
 };
@@ -20,7 +21,7 @@ const FIRMWARE_SLOT: u8 = 0x03;
 pub const CHANGED_NAMESPACES: u8 = 0x04;
 const COMMAND_EFFECTS: u8 = 0x05;
 /// Reservation notifications.
-const RESERVATION_NOTIFICATION: u8 = 0x80;
+pub const RESERVATION_NOTIFICATION: u8 = 0x80;
 
 /// Entries of the error log; older ones are dropped.
 pub const ERROR_LOG_ENTRIES: usize = 64;
@@ -46,6 +47,7 @@ pub struct Logs {
     started: Instant,
     /// The namespace has changed since the guest has read the list of those that have.
     pub namespace_changed: bool,
+    pub reservations: ReservationLog,
 }
 
 /// Inputs of the health log.
@@ -65,6 +67,7 @@ impl Logs {
             media_errors: 0,
             started: Instant::now(),
             namespace_changed: false,
+            reservations: ReservationLog::default(),
         }
     }
 
@@ -90,8 +93,7 @@ impl Logs {
             HEALTH => self.health(stats, health),
             FIRMWARE_SLOT => firmware_slot(),
             CHANGED_NAMESPACES => self.changed_namespaces(),
-            // No notification is waiting.
-            RESERVATION_NOTIFICATION if reservations => vec![0; 64],
+            RESERVATION_NOTIFICATION if reservations => self.reservations.page(),
             COMMAND_EFFECTS => command_effects(doorbell_buffer, reservations),
             _ => return None,
         })

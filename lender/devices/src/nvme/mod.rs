@@ -18,7 +18,7 @@
 //!
 //! Commands in flight (`slots`), bytes of a transfer (`identify::MDTS`),
 //! descriptors of a list (`sgl`), ranges of a deallocation (256), event
-//! requests (`events`), entries of the error log (`logs`), queues and their
+//! requests (`events`), entries of the error log (`logs`), pages of reservation notifications (`reservation_log`), queues and their
 //! sizes (`registers`). These bound the memory that a guest can make the model use.
 //!
 //! # Teardown
@@ -44,6 +44,7 @@ mod prp;
 mod queues;
 mod recovery;
 mod registers;
+mod reservation_log;
 mod reservations;
 mod ring;
 pub(crate) mod saved;

@@ -10,8 +10,10 @@ use farside_fabric::memory::HostSlice;
 use super::{
     command::{Command, admin, io},
     controller::Nvme,
+    events::Event,
     features::Features,
     registers::{Configuration, Shutdown},
+    reservation_log::ReservationLog,
     saved::{Answered, Saved},
     status::Status,
 };
@@ -53,7 +55,7 @@ impl Nvme {
             return;
         }
         let registers = &self.registers;
-        let [errors, health, notices] = self.events.masked();
+        let [errors, health, notices, reservations] = self.events.masked();
         let mut saved = Saved {
             cc: registers.cc.0,
             ready: registers.csts.ready,
@@ -66,6 +68,9 @@ impl Nvme {
             features: self.features.saved(),
             masked_events: [errors, health],
             masked_notices: notices,
+            masked_reservations: reservations,
+            pending_reservations: self.events.is_pending(Event::ReservationLog),
+            reservation_log: self.logs.reservations.saved(),
             size: self.namespace.size(),
             namespace_changed: self.logs.namespace_changed,
             msix_table: self.msix_table.to_vec(),
@@ -126,6 +131,7 @@ impl Nvme {
         if !saved.ready {
             return Ok(());
         }
+        self.logs.reservations = ReservationLog::restored(&saved.reservation_log);
         self.tell_host();
         if saved.sqs.is_empty() || saved.cqs.is_empty() {
             return Err(StateError::Invalid(
@@ -133,8 +139,15 @@ impl Nvme {
             ));
         }
         let [errors, health] = saved.masked_events;
-        self.events
-            .set_masked([errors, health, saved.masked_notices]);
+        self.events.set_masked([
+            errors,
+            health,
+            saved.masked_notices,
+            saved.masked_reservations,
+        ]);
+        if saved.pending_reservations {
+            self.events.raise(Event::ReservationLog);
+        }
         self.logs.namespace_changed = saved.namespace_changed;
         if has_grown {
             self.note_change();

@@ -23,7 +23,7 @@ pub struct Saved {
     /// The controller is being disabled.
     pub draining: bool,
     pub features: SavedFeatures,
-    /// Types of events that wait for their log to be read: errors, health. The third is `masked_notices`.
+    /// Types of events that wait for their log to be read: errors, health. The others are `masked_notices` and `masked_reservations`.
     pub masked_events: [bool; 2],
     pub sqs: Vec<SavedSq>,
     pub cqs: Vec<SavedCq>,
@@ -46,6 +46,12 @@ pub struct Saved {
     pub namespace_changed: bool,
     /// Since version 2.
     pub masked_notices: bool,
+    /// Since version 2.
+    pub reservation_log: SavedReservationLog,
+    /// Since version 2.
+    pub masked_reservations: bool,
+    /// The event of that log waits for a request. Since version 2.
+    pub pending_reservations: bool,
 }
 
 impl Snapshot for Saved {
@@ -74,6 +80,15 @@ pub struct SavedFeatures {
     pub event_config: u32,
     /// Milliseconds as set by the host, and when that was, of the lender's host, in milliseconds since 1970.
     pub timestamp: Option<(u64, u64)>,
+}
+
+/// See [`ReservationLog`](crate::nvme::reservation_log::ReservationLog).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedReservationLog {
+    pub upto: Option<u64>,
+    pub count: u64,
+    /// The count and type of each page.
+    pub pages: Vec<(u64, u8)>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

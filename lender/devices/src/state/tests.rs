@@ -10,7 +10,10 @@ use farside_hand_over::{
 
 use super::{read::Copied, *};
 use crate::{
-    nvme::saved::{Answered, Saved, SavedBuffer, SavedCq, SavedFeatures, SavedShadow, SavedSq},
+    nvme::saved::{
+        Answered, Saved, SavedBuffer, SavedCq, SavedFeatures, SavedReservationLog, SavedShadow,
+        SavedSq,
+    },
     virtio::saved::{Saved as VirtioSaved, SavedQueue},
 };
 
@@ -81,6 +84,9 @@ fn saved() -> Saved {
         size: 0,
         namespace_changed: false,
         masked_notices: false,
+        reservation_log: SavedReservationLog::default(),
+        masked_reservations: false,
+        pending_reservations: false,
     }
 }
 
@@ -265,10 +271,17 @@ fn a_snapshot_without_its_last_fields_has_none_of_what_they_say() {
         size: 1,
         namespace_changed: true,
         masked_notices: true,
+        reservation_log: SavedReservationLog {
+            upto: Some(1),
+            count: 1,
+            pages: vec![(1, 1)],
+        },
+        masked_reservations: true,
+        pending_reservations: true,
         ..expected.clone()
     };
     let mut bytes = postcard::to_stdvec(&all).unwrap();
-    bytes.truncate(bytes.len() - 9);
+    bytes.truncate(bytes.len() - 17);
     assert_eq!(decode::<Saved>(&bytes), Ok(expected));
 }
 

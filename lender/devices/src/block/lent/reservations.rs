@@ -63,6 +63,25 @@ impl LentMedium {
         }
     }
 
+    /// Sends the borrower the reservation notifications for which it waits.
+    pub(super) fn send_notifications(&mut self) {
+        if self.notified.is_some_and(|it| it >= self.link.sent()) {
+            // A borrower that asks, and does not receive, would have them pile up.
+            return;
+        }
+        let reservations = self.reservations.as_mut();
+        if let Some(frame) = reservations.and_then(LentReservations::takes_notifications) {
+            self.notified = Some(self.posted);
+            self.post(frame, Memory::NONE);
+        }
+    }
+
+    /// Frames that the socket has not taken as a whole.
+    #[cfg(test)]
+    pub(crate) fn unsent(&self) -> u64 {
+        self.link.posted() - self.link.sent()
+    }
+
     /// Answers a request that has waited for the I/O of preempted hosts. Returns whether it did.
     pub(super) fn finish_abort(&mut self) -> bool {
         self.rest();

@@ -1,6 +1,6 @@
 //! The controller's implementation of [`Device`].
 
-use std::os::fd::BorrowedFd;
+use std::{os::fd::BorrowedFd, time::Duration};
 
 use farside_fabric::memory::HostSlice;
 use farside_pci::Description;
@@ -90,6 +90,10 @@ impl Device for Nvme {
         let is_mapped = self.queues.are_mapped();
         // Other controllers wake nobody.
         self.is_aborting() || is_mapped && (self.is_running() || self.queues.asserts_line())
+    }
+
+    fn looks_again(&self) -> Option<Duration> {
+        self.looks_for_notifications()
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -9,6 +9,7 @@ use crate::{
         features::Features,
         queues::{CompletionQueue, SubmissionQueue},
         registers::{Configuration, MAX_PAGE_SHIFT, Registers, Shutdown},
+        reservation_log::ReservationLog,
         slots::Work,
     },
 };
@@ -128,6 +129,7 @@ impl Nvme {
         self.queues.clear();
         self.events.clear();
         self.logs.namespace_changed = false;
+        self.logs.reservations = ReservationLog::default();
         self.features = Features::new(self.vectors() - 1);
         self.registers.interrupt_mask = 0;
         self.queues.state.mask(0);

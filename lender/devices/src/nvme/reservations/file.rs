@@ -10,6 +10,8 @@
 //! | 4224 | for each controller 32 bytes: whose it is, whether it has commands in flight, under which version those were checked, and the number of the last abort after which it has none of before |
 //! | 8192, 12288 | two copies of the table: length (2 bytes; 0: an empty table), table |
 //!
+//! Fields of the table are appended: one that an earlier farside has written ends before them, and has zeroes there.
+//!
 //! A change is written to the other copy, then the version: who is killed meanwhile has changed nothing. Changes are made
 //! under flock(2), which ends with its process. Workers map the file, for what they look at with each command; the lender's
 //! process, which has all leases, does not: who shortens the file would end it.
@@ -23,6 +25,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farside_hand_over::decode;
 use ring::rand::{SecureRandom, SystemRandom};
 use rustix::fs::{FlockOperation, flock};
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileSlice};
@@ -105,7 +108,7 @@ impl Contents<'_> {
         }
         let mut bytes = vec![0; len.min(TABLE - 2)];
         self.0.read_exact_at(&mut bytes, copy(version) + 2)?;
-        postcard::from_bytes(&bytes).map_err(|_| FileError::Invalid)
+        decode(&bytes).map_err(|_| FileError::Invalid)
     }
 
     /// Writes the table that has that version once the version is written.

@@ -1,6 +1,6 @@
 //! Reservations at the lender's end of a connection: each operation on the medium is checked, whatever the borrower says.
 
-use farside_medium::HostIdentity;
+use farside_medium::{Frame, HostIdentity};
 
 use super::{
     caller_of,
@@ -28,6 +28,9 @@ pub struct Lent {
     answered: u64,
     /// The number of the abort after which the borrower has to be told, or has to answer.
     fence: Option<Fence>,
+    /// The borrower waits for notifications, after this number.
+    waits: bool,
+    notified: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,12 +51,16 @@ impl Lent {
             sharer,
             host: None,
             fence: None,
+            waits: false,
+            notified: None,
         })
     }
 
     /// On whose behalf the operations are that come from now on.
     pub fn set_host(&mut self, host: HostIdentity) {
-        self.host = Some(host);
+        let before = self.host.replace(host);
+        // What it has is a number of the session before.
+        self.waits &= before.is_some_and(|before| before.session == host.session);
         self.sharer.begin_session(host.session);
         // What comes next may have been sent long ago.
         self.look(self.answered);
@@ -95,6 +102,23 @@ impl Lent {
             self.sharer.settle(number);
             self.look(number);
         }
+    }
+
+    /// The borrower has the notifications up to this number, and waits for others.
+    pub fn set_notified(&mut self, upto: Option<u64>) {
+        (self.waits, self.notified) = (true, upto);
+    }
+
+    /// The notifications for which the borrower waits, to be sent, if there are any.
+    pub fn takes_notifications(&mut self) -> Option<Frame> {
+        let HostIdentity { session, .. } = self.host.filter(|_| self.waits)?;
+        let host = self.caller().host;
+        let batch = self.sharer.notifications(host, self.notified)?;
+        self.waits = false;
+        Some(Frame::Notifications {
+            session,
+            notifications: batch.packed(),
+        })
     }
 
     /// See [`Sharer::take`].

@@ -5,20 +5,27 @@
 //! end, and reads the table, before it fetches more. So another controller knows when the I/O of a host that it has preempted
 //! has ended: once each controller is idle, or has checked under the new version.
 //!
+//! Notifications of other hosts' changes are in the table, too. A controller looks for them when its version is new: with its
+//! I/O, and at intervals while it is idle.
+//!
 //! Of a controller at a borrower in another host, the [lender's half](lent) of the medium does that, with the operations that
 //! commands become.
 
 mod commands;
 mod file;
 mod lent;
+mod notifications;
 mod sharer;
 mod table;
 
 pub use file::{FileError, ReservationFile};
 pub use lent::{Lent, MAX_REQUEST};
+pub use notifications::{Batch, Notification};
 pub use table::{Caller, Group, Host};
 
 pub(super) use commands::{execute, persistence, set_persistence};
+
+use std::time::Duration;
 
 use farside_medium::HostIdentity;
 use sharer::Sharer;
@@ -27,10 +34,15 @@ use super::{
     command::io,
     config::{Config, ConfigError},
     controller::Nvme,
+    events::Event,
+    features::RESERVATIONS_MASKED,
     slots::Work,
     status::Status,
 };
 use crate::{Bus, state::Entry};
+
+/// Time between two looks of an idle controller for notifications, of which nothing else wakes it.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// How a controller shares its namespace.
 #[derive(Debug)]
@@ -274,10 +286,46 @@ impl Nvme {
         }
     }
 
-    /// Tells the lender of a medium on whose behalf operations are.
+    /// Tells the lender of a medium on whose behalf operations are, and which notifications that host has.
     pub(super) fn tell_host(&mut self) {
         if let Some(Shared::Lent { .. }) = self.shared {
             self.block.set_host(self.identity());
+            self.block.set_notified(self.logs.reservations.upto);
         }
+    }
+
+    /// Takes notifications for the guest's host into the log. Returns whether there were any.
+    pub(super) fn take_notifications(&mut self) -> bool {
+        if self.shared.is_none() || !self.is_running() {
+            return false;
+        }
+        let (host, upto) = (self.identity(), self.logs.reservations.upto);
+        let batch = match &mut self.shared {
+            None => return false,
+            Some(Shared::Here { sharer, .. }) => {
+                let host = caller_of(sharer.controller(), host).host;
+                sharer.notifications(host, upto)
+            }
+            Some(Shared::Lent { .. }) => self.block.take_notifications().map(Batch::from),
+        };
+        let Some(batch) = batch else {
+            return false;
+        };
+        self.changed = true;
+        let mask = self.features.reservation_mask;
+        if self.logs.reservations.add(&batch, mask) {
+            self.events.raise(Event::ReservationLog);
+        }
+        if let Some(Shared::Lent { .. }) = self.shared {
+            self.block.set_notified(Some(batch.upto));
+        }
+        true
+    }
+
+    /// When to look for notifications although nothing wakes the controller.
+    pub(super) fn looks_for_notifications(&self) -> Option<Duration> {
+        let mask = self.features.reservation_mask;
+        let looks = self.sharer().is_some() && self.is_running() && mask != RESERVATIONS_MASKED;
+        looks.then_some(LOOK)
     }
 }

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     file::{FileError, ReservationFile},
-    table::{Acquire, Caller, Group, Kind, Registration, Release, Table},
+    notifications::Batch,
+    table::{Acquire, Caller, Group, Host, Kind, Registration, Release, Table},
 };
 use crate::nvme::status::Status;
 
@@ -62,6 +63,8 @@ pub struct Sharer {
     is_settled: bool,
     /// A command waits for the I/O of hosts that were preempted with this version, until then.
     aborting: Option<(u64, Instant)>,
+    /// The version of the table from which all notifications were taken.
+    notified: Option<u64>,
 }
 
 impl Sharer {
@@ -82,6 +85,7 @@ impl Sharer {
             begun: None,
             is_settled: false,
             aborting: None,
+            notified: None,
         })
     }
 
@@ -178,6 +182,29 @@ impl Sharer {
     pub fn settle(&mut self, number: u64) {
         self.file.set_settled(number);
         self.is_settled = self.table.as_ref().is_none_or(|it| it.aborts() == number);
+    }
+
+    /// The notifications of `host` after the one with this number; `None` if the table has not changed since all were returned,
+    /// which costs one load.
+    pub fn notifications(&mut self, host: Host, after: Option<u64>) -> Option<Batch> {
+        let version = self.file.version();
+        if after.is_some() && self.notified == Some(version) {
+            return None;
+        }
+        let (table, version) = match self.file.read() {
+            Ok(read) => read,
+            Err(FileError::Locked) => return None,
+            // I/O reports it.
+            Err(_) => {
+                self.notified = Some(version);
+                return None;
+            }
+        };
+        let batch = table.notifications(host, after);
+        if !batch.is_full() {
+            self.notified = Some(version);
+        }
+        (after != Some(batch.upto)).then_some(batch)
     }
 
     /// Executes the request with this sequence number, unless that was done, by a process that was killed or over a connection that

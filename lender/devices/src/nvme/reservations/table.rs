@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::notifications::{Batch, Notification, Notifications};
 use crate::nvme::status::Status;
 
 /// Most controllers, and most registrants.
@@ -121,6 +122,8 @@ pub struct Table {
     aborted: Vec<(Host, u64)>,
     /// The last number of those that have gone.
     forgotten: u64,
+    /// Which a table of an earlier farside has not.
+    notifications: Notifications,
 }
 
 /// Reservation Register (6.11).
@@ -259,7 +262,8 @@ impl Table {
                 Some(_) => Err(Status::RESERVATION_CONFLICT),
             };
         };
-        let key_of_holder = self.reservation.and_then(|it| it.holder);
+        let before = self.reservation;
+        let key_of_holder = before.and_then(|it| it.holder);
         let key_of_holder = key_of_holder.and_then(|holder| self.find(holder));
         let key_of_holder = key_of_holder.map(|index| self.registrants[index].key);
         let is_of_all = self.reservation.is_some_and(|it| it.kind.is_of_all());
@@ -272,24 +276,44 @@ impl Table {
             self.reservation = new;
         }
         let goes = |it: &Registrant| it.host != host && (takes_all || it.key == key);
+        let gone = self.registrants.iter().filter(|it| goes(it));
+        let gone: Vec<_> = gone.map(|it| it.host).collect();
         if aborts {
-            let gone: Vec<_> = self.registrants.iter().filter(|it| goes(it)).collect();
-            let gone = gone.into_iter().map(|it| it.host).collect();
-            self.abort(gone);
+            self.abort(&gone);
         }
         // A host that preempts its own registration, without the reservation, loses it.
         let own = !takes_all && !takes_holders && current == key;
         self.remove(|it| goes(it) || (own && it.host == host));
+        for host in gone {
+            let notification = Notification::RegistrationPreempted;
+            self.notifications.push(host, notification);
+        }
+        if (takes_all || takes_holders) && before.is_some_and(|it| it.kind != kind) {
+            self.notify_others(host, Notification::ReservationReleased);
+        }
         self.changed();
         Ok(())
     }
 
-    fn abort(&mut self, hosts: Vec<Host>) {
+    /// Notifies the registrants other than `caller`.
+    fn notify_others(&mut self, caller: Host, notification: Notification) {
+        let others = self.registrants.iter().filter(|it| it.host != caller);
+        for it in others {
+            self.notifications.push(it.host, notification);
+        }
+    }
+
+    /// The notifications of a host after the one with this number.
+    pub fn notifications(&self, host: Host, after: Option<u64>) -> Batch {
+        self.notifications.of(host, after)
+    }
+
+    fn abort(&mut self, hosts: &[Host]) {
         self.aborts += 1;
         self.aborted.retain(|(host, _)| !hosts.contains(host));
         let number = self.aborts;
         self.aborted
-            .extend(hosts.into_iter().map(|host| (host, number)));
+            .extend(hosts.iter().map(|host| (*host, number)));
         let excess = self.aborted.len().saturating_sub(MOST);
         if let Some((_, last)) = self.aborted.drain(..excess).next_back() {
             self.forgotten = last;
@@ -312,6 +336,7 @@ impl Table {
         self.check_key(host, current)?;
         match (action, self.reservation) {
             (Release::Clear, _) => {
+                self.notify_others(host, Notification::ReservationPreempted);
                 self.reservation = None;
                 self.registrants.clear();
                 self.changed();
@@ -321,6 +346,9 @@ impl Table {
                     return Err(Status::INVALID_FIELD);
                 }
                 self.reservation = None;
+                if held.kind.includes_registrants() {
+                    self.notify_others(host, Notification::ReservationReleased);
+                }
             }
             // Nothing to release (6.12.1).
             (Release::Release(_), _) => {}
@@ -438,12 +466,18 @@ impl Table {
     /// Removes registrations, and the reservation with its holder, or the last of all that hold it.
     fn remove(&mut self, goes: impl Fn(&Registrant) -> bool) {
         self.registrants.retain(|it| !goes(it));
-        let is_held = self.reservation.is_some_and(|it| match it.holder {
-            Some(holder) => self.find(holder).is_some(),
-            None => !self.registrants.is_empty(),
-        });
-        if !is_held {
-            self.reservation = None;
+        let Some(Reservation { kind, holder }) = self.reservation else {
+            return;
+        };
+        match holder {
+            None if self.registrants.is_empty() => self.reservation = None,
+            Some(holder) if self.find(holder).is_none() => {
+                self.reservation = None;
+                if kind.includes_registrants() {
+                    self.notify_others(holder, Notification::ReservationReleased);
+                }
+            }
+            _ => {}
         }
     }
 

@@ -16,6 +16,7 @@ mod io;
 mod life;
 mod mapped;
 mod medium;
+mod notifications;
 mod preempting;
 pub(crate) mod random;
 mod recovery;

@@ -26,16 +26,16 @@ use crate::{
 };
 
 /// The connection of a controller whose medium is elsewhere, which can be cut.
-struct Wire {
+pub(super) struct Wire {
     keeper: MediumKeeper,
-    lenders: OwnedFd,
+    pub(super) lenders: OwnedFd,
     /// While it is held, the lender does nothing.
     gate: Arc<Mutex<()>>,
 }
 
 impl Wire {
     /// Connects the controller anew, which begins again.
-    fn connect(driver: &mut Driver) -> Self {
+    pub(super) fn connect(driver: &mut Driver) -> Self {
         let (name, _) = driver.share.unwrap();
         let file = driver.config.open_reservations().unwrap().unwrap();
         let identity = driver.config.reservations_identity(&file, name).unwrap();
@@ -61,7 +61,7 @@ impl Wire {
         (near, lenders)
     }
 
-    fn reconnect(&mut self, driver: &Driver) {
+    pub(super) fn reconnect(&mut self, driver: &Driver) {
         let (near, lenders) = Self::lend(driver, &self.gate);
         self.lenders = lenders;
         assert!(self.keeper.supply(Supply::Link(Box::new(near), IMAGE)));
@@ -193,9 +193,10 @@ fn a_fence_is_answered_when_nothing_of_before_is_left() {
     second.submit(1, Sqe::new(1).nsid(1).prp(DATA, 0).blocks(0, 1));
     second.poll();
     let before = sent(&mut far);
-    let [Frame::Host(_), Frame::Write { tag, .. }] = before[..] else {
+    let [Frame::Host(_), asks, Frame::Write { tag, .. }] = before[..] else {
         panic!("{before:?}");
     };
+    assert_eq!(asks, Frame::Notified { upto: None });
     let fence = |far: &mut Link, second: &mut Driver| {
         far.post(Frame::Fence { number: 1 }, Memory::NONE);
         far.flush().unwrap();

@@ -31,7 +31,7 @@ pub(super) const CONFLICT: (u16, u16) = (0, 0x83);
 
 /// Write exclusive.
 pub(super) const KIND: u32 = 1;
-const PREEMPT: u32 = 1;
+pub(super) const PREEMPT: u32 = 1;
 pub(super) const PREEMPT_AND_ABORT: u32 = 2;
 
 /// Where the media of two controllers are that share them.
@@ -39,6 +39,11 @@ pub(super) const PLACES: [[Place; 2]; 4] = [[Here, Here], [Here, Lent], [Lent, H
 
 /// Each with a host identifier.
 pub(super) fn two(places: [Place; 2]) -> [Driver; 2] {
+    sharing(places)
+}
+
+/// As [`two`], of up to three.
+pub(super) fn sharing<const N: usize>(places: [Place; N]) -> [Driver; N] {
     let make = |name: &'static str, place, image: Option<&std::path::Path>| {
         let mut driver = Driver::off(|config| {
             if let Some(image) = image {
@@ -53,13 +58,16 @@ pub(super) fn two(places: [Place; 2]) -> [Driver; 2] {
         driver.create_pair(1, 64);
         driver
     };
-    let first = make("first", places[0], None);
-    let second = make("second", places[1], Some(&first.image));
-    let mut both = [first, second];
-    for (driver, id) in both.iter_mut().zip([100u128, 101]) {
-        assert_eq!(set_host(driver, id).status, OK);
+    let mut image = None;
+    let mut all = [0; N].map(|_| None);
+    let named = ["first", "second", "third"].into_iter().zip(places);
+    for ((driver, (name, place)), id) in all.iter_mut().zip(named).zip(100u128..) {
+        let mut made = make(name, place, image.as_deref());
+        image.get_or_insert_with(|| made.image.clone());
+        assert_eq!(set_host(&mut made, id).status, OK);
+        *driver = Some(made);
     }
-    both
+    all.map(Option::unwrap)
 }
 
 /// The controller with its part of the shared namespace, or in its place one whose medium is elsewhere.
@@ -121,7 +129,7 @@ pub(super) fn serve(mut lent: LentMedium, gate: &Mutex<()>) {
             PollFd::from_borrowed_fd(link, interest),
             PollFd::from_borrowed_fd(lent.wake_fd(), PollFlags::IN),
         ];
-        let patience = lent.looks_again().unwrap_or(Duration::from_secs(10));
+        let patience = lent.looks_again().unwrap_or(Link::TICK);
         poll(&mut fds, Some(&patience.try_into().unwrap())).unwrap();
     }
 }

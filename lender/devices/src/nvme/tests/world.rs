@@ -230,13 +230,20 @@ impl Driver {
     /// Sleeps as an owner does if [`Device::enable_notifications`] returns true.
     fn sleep(&mut self) {
         let is_polled = self.nvme.is_polled();
+        let looks_again = self.nvme.looks_again();
         let fd = self.nvme.wake_fd().unwrap();
         let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-        let (tv_sec, tv_nsec) = if is_polled { (0, 20_000) } else { (10, 0) };
-        let timeout = Timespec { tv_sec, tv_nsec };
+        let patience = match is_polled {
+            true => Duration::from_micros(20),
+            false => looks_again.unwrap_or(Duration::from_secs(10)),
+        };
+        let timeout = Timespec::try_from(patience).unwrap();
         // libFuzzer's timer interrupts it.
         let ready = retry_on_intr(|| poll(&mut fds, Some(&timeout))).unwrap();
-        assert!(is_polled || ready != 0, "asleep, and nothing will wake it");
+        assert!(
+            is_polled || looks_again.is_some() || ready != 0,
+            "asleep, and nothing will wake it"
+        );
     }
 
     /// Drives the device as its owner does, until `done`.

@@ -1,7 +1,10 @@
 //! The file, of two controllers.
 
 use super::{
-    super::table::{Caller, Group, Host, Registration},
+    super::{
+        notifications::Notification,
+        table::{Caller, Group, Host, Registration, Release},
+    },
     *,
 };
 
@@ -151,4 +154,35 @@ fn as_many_devices_as_there_are_numbers_use_it() {
     }
     let error = prepare(&path, "more", 7).unwrap_err();
     assert!(error.to_string().contains("32 devices"), "{error}");
+}
+
+#[test]
+fn a_table_of_a_farside_without_notifications_is_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let one = open(&directory.path().join("shared"), "one");
+    let version = one.change(register).unwrap().unwrap();
+    let table = one.read().unwrap().0;
+    let contents = Contents(&one.file);
+    let len: [u8; 2] = contents.bytes(copy(version)).unwrap();
+    // Their last number, and how many there are.
+    let shorter = u16::from_le_bytes(len) - 2;
+    let absent: [u8; 2] = contents
+        .bytes(copy(version) + 2 + u64::from(shorter))
+        .unwrap();
+    assert_eq!(absent, [0; 2]);
+    one.file
+        .write_all_at(&[0xff; 2], copy(version) + 2 + u64::from(shorter))
+        .unwrap();
+    one.file
+        .write_all_at(&shorter.to_le_bytes(), copy(version))
+        .unwrap();
+    assert_eq!(one.read().unwrap(), (table, version));
+    // From then on it has them.
+    let clear = |table: &mut Table| {
+        table.register(caller(1), Registration::Add { new: 2 })?;
+        table.release(caller(1).host, 2, Release::Clear)
+    };
+    one.change(clear).unwrap().unwrap();
+    let batch = one.read().unwrap().0.notifications(caller(0).host, Some(0));
+    assert_eq!(batch.notifications, [Notification::ReservationPreempted]);
 }

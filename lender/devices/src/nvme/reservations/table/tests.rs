@@ -210,7 +210,7 @@ fn a_preempted_host_is_known_as_aborted_and_the_oldest_make_room() {
     table.release(B.host, 11, Release::Clear).unwrap();
     assert_eq!(aborted(&table, 0), [true, false]);
     for n in 2..=MOST as u64 + 1 {
-        table.abort(vec![Host::Named(n.into(), true)]);
+        table.abort(&[Host::Named(n.into(), true)]);
         assert_eq!(aborted(&table, n), [false, false]);
     }
     // Then nobody knows who was.
@@ -268,4 +268,196 @@ fn a_report_has_each_registrant_in_both_formats() {
     assert_eq!(report.len(), 64 + 2 * 64);
     let of_b = &report[128..];
     assert_eq!((of_b[0], of_b[2], of_b[8], of_b[16]), (1, 0, 11, 101));
+}
+
+/// The notifications of A, B and C that a change makes.
+fn notified(table: &mut Table, change: impl FnOnce(&mut Table)) -> [Vec<Notification>; 3] {
+    let before = table.notifications(A.host, None).upto;
+    change(table);
+    [A, B, C].map(|it| table.notifications(it.host, Some(before)).notifications)
+}
+
+const SOME: [Kind; 6] = Kind::ALL;
+const NOBODY: [Vec<Notification>; 3] = [vec![], vec![], vec![]];
+
+fn three(kind: Kind) -> Table {
+    let mut table = held(kind);
+    table.register(C, Registration::Add { new: 12 }).unwrap();
+    table
+}
+
+#[test]
+fn hosts_that_are_preempted_are_notified_whether_they_held_the_reservation_or_not() {
+    use Notification::*;
+    let preempted = vec![RegistrationPreempted];
+    for aborts in [false, true] {
+        for kind in SOME {
+            // The holder, or one of all.
+            let acquire = |key| (Acquire::Preempt { key, aborts }, kind);
+            let mut table = three(kind);
+            let found = notified(&mut table, |it| it.acquire(B, 11, acquire(10)).unwrap());
+            assert_eq!(found, [preempted.clone(), vec![], vec![]], "{kind:?}");
+            // Another registrant.
+            let mut table = three(kind);
+            let found = notified(&mut table, |it| it.acquire(B, 11, acquire(12)).unwrap());
+            assert_eq!(found, [vec![], vec![], preempted.clone()], "{kind:?}");
+            // A refused one notifies nobody.
+            let found = notified(&mut table, |it| {
+                assert!(it.acquire(B, 10, acquire(10)).is_err());
+            });
+            assert_eq!(found, NOBODY);
+        }
+        let all = Kind::ExclusiveAccessAllRegistrants;
+        let mut table = three(all);
+        let acquire = (Acquire::Preempt { key: 0, aborts }, all);
+        let found = notified(&mut table, |it| it.acquire(B, 11, acquire).unwrap());
+        assert_eq!(found, [preempted.clone(), vec![], preempted.clone()]);
+    }
+    // A host that preempts itself.
+    let mut table = three(Kind::WriteExclusive);
+    let own = Acquire::Preempt {
+        key: 11,
+        aborts: false,
+    };
+    let found = notified(&mut table, |it| {
+        it.acquire(B, 11, (own, Kind::WriteExclusive)).unwrap();
+    });
+    assert_eq!(found, NOBODY);
+    assert_eq!(
+        table.check_registered(B.host),
+        Err(Status::RESERVATION_CONFLICT)
+    );
+}
+
+#[test]
+fn a_reservation_that_changes_its_kind_is_released_for_the_other_registrants() {
+    use Notification::*;
+    for from in SOME {
+        for to in SOME.into_iter().filter(|_| !from.is_of_all()) {
+            let released = match from == to {
+                true => vec![],
+                false => vec![ReservationReleased],
+            };
+            let preempt = |key| {
+                let aborts = false;
+                (Acquire::Preempt { key, aborts }, to)
+            };
+            let mut table = three(from);
+            let found = notified(&mut table, |it| it.acquire(B, 11, preempt(10)).unwrap());
+            let expected = [vec![RegistrationPreempted], vec![], released.clone()];
+            assert_eq!(found, expected, "{from:?} {to:?}");
+            // By its holder.
+            let mut table = three(from);
+            let found = notified(&mut table, |it| it.acquire(A, 10, preempt(10)).unwrap());
+            assert_eq!(
+                found,
+                [vec![], released.clone(), released],
+                "{from:?} {to:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_release_is_notified_where_registrants_had_the_rights_of_the_holder() {
+    use Notification::*;
+    for kind in SOME {
+        let released = match kind.includes_registrants() {
+            true => vec![ReservationReleased],
+            false => vec![],
+        };
+        let expected = [vec![], released.clone(), released];
+        let mut table = three(kind);
+        let release = |table: &mut Table| table.release(A.host, 10, Release::Release(kind));
+        let found = notified(&mut table, |it| release(it).unwrap());
+        assert_eq!(found, expected, "{kind:?}");
+        // Again, there is nothing to release.
+        let found = notified(&mut table, |it| release(it).unwrap());
+        assert_eq!(found, NOBODY);
+        // The holder unregisters. If all hold it, the others still do.
+        let mut table = three(kind);
+        let current = Some(10);
+        let found = notified(&mut table, |it| {
+            it.register(A, Registration::Remove { current }).unwrap();
+        });
+        match kind.is_of_all() {
+            true => assert_eq!(found, NOBODY, "{kind:?}"),
+            false => assert_eq!(found, expected, "{kind:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_clear_is_notified_to_the_other_registrants() {
+    use Notification::*;
+    let preempted = vec![ReservationPreempted];
+    for mut table in SOME.map(three).into_iter().chain([two()]) {
+        let c = match table.check_registered(C.host) {
+            Ok(()) => preempted.clone(),
+            Err(_) => vec![],
+        };
+        let clear = |it: &mut Table| it.release(B.host, 11, Release::Clear).unwrap();
+        let found = notified(&mut table, clear);
+        assert_eq!(found, [preempted.clone(), vec![], c]);
+    }
+}
+
+#[test]
+fn the_end_of_an_unnamed_holder_releases_its_reservation_for_the_others() {
+    use Notification::*;
+    let unnamed = Caller {
+        host: Host::OfController {
+            controller: 0,
+            session: 1,
+        },
+        controller: 0,
+    };
+    for ends in [(|it| it.begin_session(0, 2)) as fn(&mut Table), |it| {
+        it.forget_controller(0)
+    }] {
+        let mut table = Table::default();
+        table.register(B, Registration::Add { new: 11 }).unwrap();
+        table
+            .register(unnamed, Registration::Add { new: 10 })
+            .unwrap();
+        let kind = Kind::WriteExclusiveRegistrantsOnly;
+        table
+            .acquire(unnamed, 10, (Acquire::Acquire, kind))
+            .unwrap();
+        let found = notified(&mut table, ends);
+        assert_eq!(found, [vec![], vec![ReservationReleased], vec![]]);
+    }
+}
+
+/// Its largest encoding: a change that has no room would be refused.
+#[test]
+fn a_full_table_fits_into_the_file() {
+    let host = |n: usize| Host::Named(u128::MAX - n as u128, true);
+    let mut table = Table {
+        generation: u32::MAX,
+        persists: true,
+        reservation: Some(Reservation {
+            kind: Kind::ExclusiveAccessAllRegistrants,
+            holder: Some(host(0)),
+        }),
+        registrants: (0..MOST)
+            .map(|n| Registrant {
+                host: host(n),
+                controller: n as u16,
+                key: u64::MAX,
+            })
+            .collect(),
+        executed: (0..MOST).map(|n| (n as u16, u64::MAX)).collect(),
+        aborts: u64::MAX,
+        aborted: (0..MOST).map(|n| (host(n), u64::MAX)).collect(),
+        forgotten: u64::MAX,
+        notifications: Notifications::default(),
+    };
+    for n in 0..1000 {
+        let notification = Notification::ReservationPreempted;
+        table.notifications.push(host(n), notification);
+    }
+    let len = postcard::to_allocvec(&table).unwrap().len();
+    // The number of the last notification is short here.
+    assert!((3500..4094 - 10).contains(&len), "{len} bytes");
 }
