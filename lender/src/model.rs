@@ -287,6 +287,11 @@ impl LeasedDevice for LeasedModel {
         self.path.bus_master() && self.model.device.is_polled()
     }
 
+    fn looks_again(&self) -> Option<Duration> {
+        let looks_again = self.model.device.looks_again();
+        looks_again.filter(|_| self.path.bus_master())
+    }
+
     fn waiting(&self) -> Waiting {
         self.model.device.waiting()
     }

@@ -230,6 +230,11 @@ pub(crate) trait LeasedDevice: Send {
         false
     }
 
+    /// As [`Device::looks_again`](farside_devices::Device::looks_again).
+    fn looks_again(&self) -> Option<Duration> {
+        None
+    }
+
     /// As [`Device::waiting`](farside_devices::Device::waiting).
     fn waiting(&self) -> Waiting {
         Waiting::BusyPoll

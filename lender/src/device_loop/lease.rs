@@ -216,7 +216,8 @@ impl<'a> LeaseLoop<'a> {
                 Step::Block => {
                     busy_poll.blocks(now);
                     let interval = busy_poll::interval(now - idle_since);
-                    self.device.is_polled().then_some(interval)
+                    let polled = self.device.is_polled().then_some(interval);
+                    polled.or_else(|| self.device.looks_again())
                 }
                 Step::Nap(time) => Some(time),
                 Step::Poll | Step::Yield if rounds % ROUNDS_PER_LOOK == 0 => Some(Duration::ZERO),
