@@ -1,6 +1,6 @@
 //! What hosts do with a namespace that they share, by nvme-cli in a guest.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 /// A guest that has nvme-cli, by which it runs a command of its shell to a successful end, and its key.
 pub struct Reserving<'a> {
@@ -22,6 +22,11 @@ pub const WRITE_EXCLUSIVE_REGISTRANTS_ONLY: Kind = 3;
 
 /// How a reservation is acquired (figure 446, RACQA).
 pub type Action = u8;
+
+/// A type of notification (NVM Express 1.4, 5.14.1.16.1): another host has taken its registration.
+pub const REGISTRATION_PREEMPTED: u8 = 1;
+/// The type if there is no notification.
+pub const NO_NOTIFICATION: u8 = 0;
 
 /// If nobody has it.
 pub const ACQUIRE: Action = 0;
@@ -90,6 +95,22 @@ impl Reserving<'_> {
         let listed = listed.with_context(|| format!("registrants: {text}"))?;
         let keys = listed.iter().map(|it| number(it, "rkey"));
         Ok((number(&report, "rtype")?, keys.collect::<Result<_, _>>()?))
+    }
+
+    /// The type of the oldest notification about what another host did, which it takes from the log, and how many are
+    /// left.
+    ///
+    /// # Errors
+    /// The command fails, or prints something else.
+    pub fn notification(&self) -> Result<(u8, u8)> {
+        let log =
+            self.nvme("resv-notif-log /dev/nvme0 --output-format=binary | od -A n -t u1 -v")?;
+        let bytes = log.split_whitespace().map(str::parse);
+        let bytes: Vec<u8> = bytes.collect::<Result<_, _>>().context("a log page")?;
+        match *bytes.as_slice() {
+            [_, _, _, _, _, _, _, _, kind, left, ..] => Ok((kind, left)),
+            _ => bail!("a log page: {log}"),
+        }
     }
 
     /// Whether it may read, and write.

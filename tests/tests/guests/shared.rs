@@ -6,8 +6,8 @@ use anyhow::ensure;
 use farside_tests::{
     Cluster, Guest, MIB, SHORT,
     reserving::{
-        ACQUIRE, EXCLUSIVE_ACCESS, PREEMPT, PREEMPT_AND_ABORT, Reserving, WRITE_EXCLUSIVE,
-        WRITE_EXCLUSIVE_REGISTRANTS_ONLY,
+        ACQUIRE, EXCLUSIVE_ACCESS, NO_NOTIFICATION, PREEMPT, PREEMPT_AND_ABORT,
+        REGISTRATION_PREEMPTED, Reserving, WRITE_EXCLUSIVE, WRITE_EXCLUSIVE_REGISTRANTS_ONLY,
     },
 };
 use libtest_mimic::Completion;
@@ -87,6 +87,15 @@ pub fn two_guests_reserve_a_shared_namespace(cluster: &Cluster) -> anyhow::Resul
     ensure!(!output.success() && has_conflict, "not refused: {output}");
     ensure!(both()? == (NONE, ALL));
     ensure!(left.report()? == (2, vec![11]));
+    // It is notified, once, and the host that did it is not.
+    for (host, kind) in [
+        (&left, REGISTRATION_PREEMPTED),
+        (&left, NO_NOTIFICATION),
+        (&right, NO_NOTIFICATION),
+    ] {
+        let found = host.notification()?;
+        ensure!(found == (kind, 0), "{found:?} at {}", host.key);
+    }
     left.register()?;
     ensure!(both()? == (NONE, ALL));
     right.release(EXCLUSIVE_ACCESS)?;
