@@ -237,14 +237,6 @@ impl Step {
         }
     }
 
-    /// Whether the lender has memory unmapped, and keeps the lease.
-    pub(crate) fn unmaps(&self) -> bool {
-        match self {
-            Self::Close | Self::Block(_) | Self::Stop | Self::Reset | Self::Unmap(_) => true,
-            Self::Borrow(_) | Self::Open(_) | Self::Map(_) | Self::Return | Self::Abandon => false,
-        }
-    }
-
     /// The state after the lender or this host refused the step and it was rolled back.
     pub(crate) fn after_refusal(&self) -> State {
         match self {
