@@ -164,7 +164,7 @@ impl Records {
             Some((other, _)) => Err(RemoteError {
                 kind: ErrorKind::Busy,
                 message: format!(
-                    "device {id} may still be reached by {other}: VM {former}, which had both, has to return {other} first, or `farside revoke {other}` takes it back"
+                    "device {id} may still be reached by {other}: VM {former}, which had both, has to return {other} first, or borrow and return it again; `farside revoke {other}` takes it back"
                 ),
             }),
         }
@@ -183,7 +183,7 @@ impl Records {
                 return Err(RemoteError {
                     kind: ErrorKind::Busy,
                     message: format!(
-                        "device {id} shares IOMMU group {} with {other}, which VM {} has: one VM at a time can have functions of a group",
+                        "device {id} shares IOMMU group {} with {other}, which VM {} has: one VM of one borrower at a time can have functions of a group; return {other}, or `farside revoke {other}`",
                         group.number, held.owner
                     ),
                 });

@@ -205,6 +205,11 @@ impl Registry {
             secret: chain.secret,
             goes_on: going.resumes.is_some(),
         };
+        // Whoever resumes it with the secret: its memory is mapped as that of its owner.
+        let slot = records.slots.get(id);
+        let kept = slot.and_then(|slot| Some(slot.kept.as_ref()?.owner.clone()));
+        let former = kept.filter(|it| granted.goes_on && it.verified().is_ok());
+        let owner = former.as_ref().unwrap_or(owner);
         let grant = Grant::begin(records, id, owner, Some(chain), granted.goes_on)?;
         Ok((grant, granted))
     }

@@ -325,6 +325,10 @@ fn a_function_whose_lease_goes_on_is_not_lent_while_another_one_may_reach_it() {
     refused();
     assert!(registry.keep_running(&nic, of_nic));
     refused();
+    // Whoever resumes it, its memory is mapped as before.
+    let (of_nic, _) = begin(&nic, &other, Some(chain)).unwrap();
+    refused();
+    assert!(registry.keep_running(&nic, of_nic));
     let (of_nic, _) = begin(&nic, &mine, Some(chain)).unwrap();
     refused();
     let (of_gpu, chain) = begin(&gpu, &mine, None).unwrap();

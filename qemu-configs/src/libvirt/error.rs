@@ -90,7 +90,7 @@ pub enum DomainError {
     /// An argument of a borrowed device or its port belongs to another VM, or is outdated.
     #[error(
         "line {line}, column {column}: {found} is to be {wanted} \
-         ({mib} MiB of RAM take an x-msg-timeout of {timeout} ms): farside libvirt --edit fixes it"
+         ({mib} MiB of RAM, or the VM's open-timeout, take an x-msg-timeout of {timeout} ms): farside libvirt --edit fixes it"
     )]
     OtherArgument {
         line: u32,

@@ -170,7 +170,7 @@ fn more_memory_takes_a_new_timeout() {
     let said = problems[0].to_string();
     assert!(
         said.contains("\"x-msg-timeout\":23000")
-            && said.ends_with("(8192 MiB of RAM take an x-msg-timeout of 40000 ms): farside libvirt --edit fixes it"),
+            && said.ends_with("(8192 MiB of RAM, or the VM's open-timeout, take an x-msg-timeout of 40000 ms): farside libvirt --edit fixes it"),
         "{said}"
     );
     let fixed = add_devices(&grown, &borrowed(&[])).unwrap();

@@ -92,7 +92,7 @@ pub fn attach(vm: &VmName, device: &DeviceId, options: &AttachOptions) -> Result
     let (socket, already) = backend.attach(device)?;
     let mut vm = Vm::new(vm.clone(), ram(&mut monitor)?);
     vm.machine = slots.machine();
-    // Those at boot have the same message timeout.
+    // As those at boot have it.
     vm.open_timeout = config.open_timeout.map(Duration::from_secs);
     let add = device_add(vm, device, port, socket)?;
     if let Err(error) = monitor.run("device_add", add) {

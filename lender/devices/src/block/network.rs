@@ -290,7 +290,7 @@ impl Network {
         if let Some(host) = self.host {
             link.post(Frame::Host(host), Memory::NONE);
         }
-        if let Some(frame) = self.notifications.ask() {
+        if let Some(frame) = self.notifications.ask(link.posted()) {
             link.post(frame, Memory::NONE);
         }
         let mut frames = Vec::with_capacity(again.len());
@@ -342,6 +342,14 @@ impl Network {
         self.more = true;
     }
 
+    /// How many frames the socket has taken.
+    fn sent(&self) -> u64 {
+        match &self.state {
+            State::Connected(link) => link.sent(),
+            State::Waiting | State::GivenUp => 0,
+        }
+    }
+
     fn take(&mut self, frame: Frame) {
         match frame {
             Frame::Done {
@@ -355,13 +363,9 @@ impl Network {
                 self.finish(tag, result);
             }
             Frame::Fence { number } => {
-                let sent = match &self.state {
-                    State::Connected(link) => link.sent(),
-                    State::Waiting | State::GivenUp => 0,
-                };
                 // The next one comes after the answer.
                 let is_asked = matches!(self.fence, Some(Fence::Asked(_)));
-                if is_asked || self.fenced.is_some_and(|frame| frame >= sent) {
+                if is_asked || self.fenced.is_some_and(|frame| frame >= self.sent()) {
                     return self.lose(FrameError::Unexpected(frame).into());
                 }
                 (self.fence, self.is_news) = (Some(Fence::Asked(number)), true);
@@ -370,7 +374,10 @@ impl Network {
             Frame::Notifications {
                 session,
                 notifications,
-            } => match self.notifications.answered(session, notifications) {
+            } => match self
+                .notifications
+                .answered(session, notifications, self.sent())
+            {
                 Some(is_news) => self.is_news |= is_news,
                 None => self.lose(FrameError::Unexpected(frame).into()),
             },
@@ -381,8 +388,7 @@ impl Network {
                 // Fails if the process is about to end.
                 let _ = self.notices.send(Notice::Release(limit));
             }
-            // That it came is all.
-            _ => {}
+            _ => {} // That it came is all.
         }
     }
 
@@ -514,7 +520,7 @@ impl Engine for Network {
     fn set_notified(&mut self, upto: Option<u64>) {
         if self.notifications.set_notified(upto)
             && let State::Connected(link) = &mut self.state
-            && let Some(frame) = self.notifications.ask()
+            && let Some(frame) = self.notifications.ask(link.posted())
         {
             link.post(frame, Memory::NONE);
             self.flush();

@@ -218,7 +218,8 @@ fn get_log_page(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
     if !retain_event {
         match page {
             logs::CHANGED_NAMESPACES => nvme.logs.namespace_changed = false,
-            logs::RESERVATION_NOTIFICATION => nvme.logs.reservations.consume(),
+            // What was not read is not lost.
+            logs::RESERVATION_NOTIFICATION if from < end => nvme.logs.reservations.consume(),
             _ => {}
         }
         let is_empty = nvme.logs.reservations.is_empty();
@@ -254,7 +255,9 @@ fn set_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
         return Err(Status::NOT_SAVEABLE);
     }
     match command.nsid() {
-        0 if feature == features::RESERVATION_MASK => return Err(Status::INVALID_NAMESPACE),
+        0 if feature == features::RESERVATION_MASK && nvme.shared.is_some() => {
+            return Err(Status::INVALID_NAMESPACE);
+        }
         0 | NSID_ALL => {}
         NSID if Features::is_of_namespace(feature) => {}
         NSID => return Err(Status::NOT_NAMESPACE_SPECIFIC),
@@ -329,7 +332,7 @@ fn get_features(nvme: &mut Nvme, command: &Command, dma: &mut dyn Dma) -> Result
     let is_one = command.nsid() == NSID;
     let is_valid = match feature {
         // Each namespace has one of its own.
-        features::RESERVATION_MASK => is_one,
+        features::RESERVATION_MASK if nvme.shared.is_some() => is_one,
         _ => is_one || matches!(command.nsid(), 0 | NSID_ALL),
     };
     if !is_valid {

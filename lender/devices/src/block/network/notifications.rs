@@ -11,8 +11,8 @@ pub(super) struct Exchange {
     session: u32,
     /// The frame that asks, which goes over each connection.
     asks: Option<Frame>,
-    /// It has no answer.
-    is_asked: bool,
+    /// Its number in the link, until it is answered.
+    asked: Option<u64>,
     answer: Option<Notifications>,
 }
 
@@ -30,31 +30,36 @@ impl Exchange {
     /// Returns whether the lender is to be asked: it was not yet, in this session.
     pub(super) fn set_notified(&mut self, upto: Option<u64>) -> bool {
         let asks = Some(Frame::Notified { upto });
-        let was_asked = self.asks == asks && (self.is_asked || self.answer.is_some());
+        let was_asked = self.asks == asks && (self.asked.is_some() || self.answer.is_some());
         if !was_asked {
-            (self.asks, self.is_asked, self.answer) = (asks, false, None);
+            (self.asks, self.asked, self.answer) = (asks, None, None);
         }
         !was_asked
     }
 
-    /// The frame to send, over a connection that has not had it.
-    pub(super) fn ask(&mut self) -> Option<Frame> {
+    /// The frame to send, as that number of a connection that has not had it.
+    pub(super) fn ask(&mut self, number: u64) -> Option<Frame> {
         // With an answer, the next number is about to be known.
         let frame = self.asks.filter(|_| self.answer.is_none());
-        self.is_asked = frame.is_some();
+        self.asked = frame.map(|_| number);
         frame
     }
 
-    /// Keeps the lender's answer. Returns whether there is one to take, or `None` if it was not asked.
-    pub(super) fn answered(&mut self, session: u32, notifications: Notifications) -> Option<bool> {
+    /// Keeps the lender's answer. Returns whether there is one to take, or `None` if it cannot be one: the frame that asks is not among
+    /// the `sent` first ones. Each answer may be followed by a question, which is in memory until it is sent.
+    pub(super) fn answered(
+        &mut self,
+        session: u32,
+        notifications: Notifications,
+        sent: u64,
+    ) -> Option<bool> {
         if session != self.session {
             // The session has ended while it was under way.
             return Some(false);
         }
-        std::mem::take(&mut self.is_asked).then(|| {
-            self.answer = Some(notifications);
-            true
-        })
+        self.asked.filter(|frame| *frame < sent)?;
+        (self.asked, self.answer) = (None, Some(notifications));
+        Some(true)
     }
 
     pub(super) fn take(&mut self) -> Option<Notifications> {

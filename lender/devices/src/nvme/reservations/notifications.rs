@@ -101,7 +101,9 @@ impl Notifications {
                 ..Batch::default()
             };
         };
-        let before = self.last.saturating_sub(self.kept.len() as u64);
+        // Of a table that is not ours, more than have a number.
+        let excess = (self.kept.len() as u64).saturating_sub(self.last);
+        let before = self.last - (self.kept.len() as u64 - excess);
         // A table that has lost power, or was written by a farside without notifications, counts from a lower number.
         let lost = !(before..=self.last).contains(&after);
         let from = if lost { before } else { after };
@@ -110,14 +112,14 @@ impl Notifications {
             lost,
             notifications: Vec::new(),
         };
-        for (of, notification) in self.kept.iter().skip((from - before) as usize) {
+        for (of, notification) in self.kept.iter().skip((excess + from - before) as usize) {
             if batch.is_full() {
                 break;
             }
             if *of == host {
                 batch.notifications.push(*notification);
             }
-            batch.upto = batch.upto.saturating_add(1);
+            batch.upto += 1;
         }
         batch
     }
@@ -206,13 +208,23 @@ mod tests {
     /// A worker that was taken over writes any table.
     #[test]
     fn numbers_that_cannot_be_are_harmless() {
-        for last in [0, 3, u64::MAX] {
+        for last in [0, 3, 31, 32, 40, 63, 64, 199, u64::MAX] {
             let mut all = Notifications {
                 last,
                 kept: vec![(HOST, TYPES[0]); 200],
             };
             for after in [0, 3, 100, u64::MAX] {
-                assert!(all.of(HOST, Some(after)).notifications.len() <= MOST_IN_BATCH);
+                let mut after = after;
+                let batches = std::iter::from_fn(|| {
+                    let batch = all.of(HOST, Some(after));
+                    let is_news = batch.upto != after;
+                    after = batch.upto;
+                    is_news.then_some(batch)
+                });
+                let batches: Vec<_> = batches.take(10).collect();
+                let full = |batch: &Batch| batch.notifications.len() <= MOST_IN_BATCH;
+                assert!(batches.iter().all(full));
+                assert!(batches.len() < 10 && after == last, "{last}: never ends");
             }
             all.push(HOST, TYPES[1]);
             assert_eq!(all.kept.len(), MOST_KEPT);

@@ -80,6 +80,33 @@ fn a_lender_notifies_when_it_is_asked_and_at_no_other_time() {
     });
 }
 
+/// Each answer makes the borrower ask again, which is in its memory until it is sent.
+#[test]
+fn a_lender_that_answers_and_does_not_receive_is_given_up() {
+    let (mut driver, mut far, keeper) = remote();
+    let session = driver.nvme.queues.state.session();
+    let mut upto = 0;
+    eventually("end", || {
+        upto += 1;
+        let notifications = Notifications {
+            upto,
+            lost: false,
+            types: 0,
+        };
+        // It has hung up in the end.
+        let frame = Frame::Notifications {
+            session,
+            notifications,
+        };
+        far.post(frame, Memory::NONE);
+        let _ = far.flush();
+        driver.enable_notifications();
+        driver.poll();
+        matches!(keeper.notices.try_recv(), Ok(Notice::Lost { .. }))
+    });
+    assert!(upto > 100, "{upto} answers to what it had received");
+}
+
 #[track_caller]
 fn expect_event_at(driver: &mut Driver) {
     let cqe = driver.take(0).unwrap();
