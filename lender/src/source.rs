@@ -47,7 +47,7 @@ pub(crate) trait Available: Send {
         Arc::default()
     }
 
-    /// Whether a guest with this RAM, of `vm` if known, could borrow it.
+    /// Whether a guest with this RAM, of `owner` if known, could borrow it.
     fn check(
         &self,
         owner: Option<&LeaseOwner>,
