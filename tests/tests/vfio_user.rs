@@ -237,6 +237,8 @@ fn a_server_that_is_killed_with_its_worker_is_surprise_removal() {
     let [worker] = stage.outer_lender.workers()[..] else {
         panic!("not one worker");
     };
+    // It would notice, and end by itself.
+    kill_process(worker, Signal::STOP).unwrap();
     stage.server.kill().unwrap();
     kill_process(worker, Signal::KILL).unwrap();
     let deadline = Instant::now() + TIMEOUT;
