@@ -338,6 +338,8 @@ fn a_page_is_read_once_unless_it_is_retained() {
         let failing = part(0, 0).prp(8, 0);
         assert_ne!(second.admin(failing).status, OK);
         assert_ne!(second.admin(part(68, 0)).status, OK);
+        // Nor has one of nothing.
+        assert_eq!(second.admin(part(64, 0)).status, OK);
         expect_no_event(&mut second);
         assert_eq!(second.admin(part(48, 0)).status, OK);
         assert_eq!(second.memory.get(DATA, 16), [0; 16]);
