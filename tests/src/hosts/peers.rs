@@ -30,9 +30,8 @@ const GUEST_RAM: u64 = 384 * MIB;
 /// entries.
 const NTB_GUEST_RAM: u64 = 256 * MIB;
 
-/// Where the guest moves the buffer: above all that it has. The two registers of the BAR, in hexadecimal.
-const ELSEWHERE: [&str; 2] = ["0000000c", "00000008"];
-const ELSEWHERE_FROM: u64 = 8 << 32;
+/// Where the guest moves the buffer: above all that it has.
+const ELSEWHERE: u64 = 32 << 30;
 /// Programs in the guest.
 const PROGRAMS: [&str; 2] = ["/usr/bin/fio", "/usr/bin/setpci"];
 
@@ -138,11 +137,11 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
     (set.tell)("the guest moves that buffer while a disk transfers data to it");
     let load = guest.exec_start(&disks.load("second", "first")?, BOOT)?;
     disks.wait_written("second")?;
-    let home = disks.place_buffer("first", &ELSEWHERE)?;
-    facts.buffer_bytes_elsewhere = buffer_mapped(ELSEWHERE_FROM)?;
+    let home = disks.place_buffer("first", ELSEWHERE)?;
+    facts.buffer_bytes_elsewhere = buffer_mapped(ELSEWHERE)?;
     facts.buffer_bytes_with_elsewhere = buffer_mapped(GUEST_RAM)?;
     facts.faults_at_home = host.wait_faults_in_status("second", 1)?;
-    disks.place_buffer("first", &home)?;
+    disks.place_buffer("first", home)?;
     let output = load.wait()?;
     ensure!(output.success(), "{output}");
     for disk in ["second", "model"] {
@@ -336,22 +335,19 @@ impl<'a> Disks<'a> {
         self.guest.exec_ok(&wait, LONG).map(drop)
     }
 
-    /// Has the guest place the BAR with the buffer at the address in these two registers; returns what was in them.
-    fn place_buffer(&self, disk: &str, [low, high]: &[impl AsRef<str>; 2]) -> Result<[String; 2]> {
+    /// Has the guest place the 64-bit BAR with the buffer at this address; returns the former one. The lowest four bits are not written.
+    fn place_buffer(&self, disk: &str, at: u64) -> Result<u64> {
+        let (high, low) = (at >> 32, at as u32);
         let place = format!(
             "function=$(readlink -f /sys/class/nvme/{}/device); function=${{function##*/}}
-             setpci -s $function BASE_ADDRESS_2.l BASE_ADDRESS_3.l
-             setpci -s $function BASE_ADDRESS_3.l={} BASE_ADDRESS_2.l={}",
-            self.controller(disk)?,
-            high.as_ref(),
-            low.as_ref()
+             setpci -s $function BASE_ADDRESS_3.l BASE_ADDRESS_2.l
+             setpci -s $function BASE_ADDRESS_3.l={high:08x} BASE_ADDRESS_2.l={low:08x}",
+            self.controller(disk)?
         );
         let before = self.guest.exec_ok(&place, LONG)?;
-        let mut words = before.split_whitespace().map(str::to_owned);
-        words
-            .next()
-            .zip(words.next())
-            .map(Into::into)
-            .context("two registers")
+        let digits: String = before.split_whitespace().collect();
+        let before =
+            u64::from_str_radix(&digits, 16).with_context(|| format!("a BAR: {before}"))?;
+        Ok(before & !0xf)
     }
 }
