@@ -1,7 +1,7 @@
 //! Parses the output of test binaries: tests that were not run, and times.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     fmt,
     time::Duration,
 };
@@ -16,8 +16,13 @@ const SLOWEST: usize = 20;
 /// A test without VMs that takes longer is always listed.
 const SLOW: Duration = Duration::from_secs(1);
 
-/// Lines of a failed test's message to repeat at the end, and characters of each.
-const MESSAGE: (usize, usize) = (6, 400);
+/// Lines of a failed test's message to repeat at the end: the first ones, and the last ones, in
+/// which an error that comes with logs has its cause.
+const FIRST_LINES: usize = 4;
+const LAST_LINES: usize = 12;
+
+/// Characters of each.
+const LINE_LEN: usize = 400;
 
 /// The summary of a run, from the output of test binaries.
 #[derive(Debug, Default)]
@@ -32,10 +37,49 @@ pub(super) struct Report {
     slow: Vec<(Duration, String)>,
     /// Binaries that failed, and how.
     failed: Vec<String>,
-    /// For each failed test, with its binary, the first lines that it said.
-    messages: Vec<(String, Vec<String>)>,
+    /// What each failed test, with its binary, said.
+    messages: Vec<(String, Message)>,
     /// Binaries whose lines belong to the last of their messages.
     in_message: BTreeSet<String>,
+}
+
+/// The first and last lines of a failed test's message.
+#[derive(Debug, Default)]
+struct Message {
+    first: Vec<String>,
+    /// Number of lines between `first` and `last`.
+    left_out: usize,
+    last: VecDeque<String>,
+}
+
+impl Message {
+    fn push(&mut self, line: &str) {
+        let line = line.chars().take(LINE_LEN).collect();
+        if self.first.len() < FIRST_LINES {
+            self.first.push(line);
+            return;
+        }
+        if self.last.len() == LAST_LINES {
+            self.last.pop_front();
+            self.left_out += 1;
+        }
+        self.last.push_back(line);
+    }
+}
+
+impl fmt::Display for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for line in &self.first {
+            writeln!(f, "        {line}")?;
+        }
+        if self.left_out > 0 {
+            writeln!(f, "        … ({} lines left out)", self.left_out)?;
+        }
+        for line in &self.last {
+            writeln!(f, "        {line}")?;
+        }
+        Ok(())
+    }
 }
 
 impl Report {
@@ -80,20 +124,17 @@ impl Report {
         if let Some(name) = name {
             let name = name.strip_suffix(" stdout").unwrap_or(name);
             self.messages
-                .push((format!("{binary}: {name}"), Vec::new()));
+                .push((format!("{binary}: {name}"), Message::default()));
             self.in_message.insert(binary.to_owned());
         } else if line == "failures:" {
             self.in_message.remove(binary);
         } else if self.in_message.contains(binary) && !line.is_empty() {
-            let of_binary = |(test, _): &&mut (String, _)| {
+            let of_binary = |(test, _): &&mut (String, Message)| {
                 test.strip_prefix(binary)
                     .is_some_and(|rest| rest.starts_with(": "))
             };
-            let Some((_, lines)) = self.messages.iter_mut().rev().find(of_binary) else {
-                return;
-            };
-            if lines.len() < MESSAGE.0 {
-                lines.push(line.chars().take(MESSAGE.1).collect());
+            if let Some((_, message)) = self.messages.iter_mut().rev().find(of_binary) {
+                message.push(line);
             }
         }
     }
@@ -205,11 +246,8 @@ impl fmt::Display for Report {
                 writeln!(f, "    {failed}")?;
             }
         }
-        for (test, lines) in &self.messages {
-            writeln!(f, "    {test}")?;
-            for line in lines {
-                writeln!(f, "        {line}")?;
-            }
+        for (test, message) in &self.messages {
+            write!(f, "    {test}\n{message}")?;
         }
         let of = |kind| self.counts.get(kind).copied().unwrap_or(0);
         writeln!(
@@ -343,18 +381,23 @@ Failed:
         say("two", "---- b ----");
         say("one", &long);
         say("two", "of b");
-        (0..9).for_each(|_| say("one", "more"));
+        (0..30).for_each(|n| say("one", &format!("line {n}")));
         say("one", "failures:");
         say("one", "a");
         let [(a, of_a), (b, of_b)] = &report.messages[..] else {
             panic!("{report:?}");
         };
         assert_eq!((&**a, &**b), ("one: a", "two: b"));
-        assert_eq!(of_a[..2], ["x".repeat(MESSAGE.1), "more".to_owned()]);
-        assert_eq!(
-            (of_a.len(), &of_b[..]),
-            (MESSAGE.0, &["of b".to_owned()][..])
+        assert_eq!(of_a.first[0], "x".repeat(LINE_LEN));
+        assert_eq!(of_a.first[1..], ["line 0", "line 1", "line 2"]);
+        assert_eq!((of_a.last.len(), of_a.left_out), (LAST_LINES, 15));
+        assert_eq!(of_a.last.back().unwrap(), "line 29");
+        let said = of_a.to_string();
+        assert!(
+            said.contains("line 2\n        … (15 lines left out)\n        line 18\n"),
+            "{said}"
         );
+        assert_eq!(of_b.to_string(), "        of b\n");
     }
 
     #[test]
