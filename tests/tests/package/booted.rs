@@ -1,6 +1,6 @@
 //! Lender and backend under a real systemd.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
 use crate::{
     exposure, guest,
@@ -22,7 +22,7 @@ pub fn systemd_starts_restarts_and_ends_lender_and_backend(stage: &Stage) -> Res
     install(&inside)?;
     let machine = Machine::boot(&inside)?;
     drop(inside);
-    scenes(&machine).with_context(|| machine.story())?;
+    scenes(&machine).map_err(|error| anyhow!("{error:#}\n{}", machine.story()))?;
     machine.end()
 }
 

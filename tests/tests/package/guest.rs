@@ -56,12 +56,12 @@ pub fn runs(machine: &Machine) -> Result<()> {
         .sh(&format!(
             "systemctl start {QEMU}
              pid=$(systemctl show --value -p MainPID {QEMU})
-             until [ -d {WORKER} ]; do kill -0 $pid || exit 1; sleep 0.1; done
+             until grep -q . {WORKER}/cgroup.procs 2> /dev/null; do kill -0 $pid || exit 1; sleep 0.1; done
              grep -H . {WORKER}/cgroup.procs {WORKER}/pids.max {WORKER}/memory.max {WORKER}/cgroup.controllers
              tail -f --pid=$pid /dev/null"
         ))
         .with_context(|| console(machine))?;
-    // The worker of the lease has a control group of its own, with limits, while it runs.
+    // The worker of the lease has a control group of its own, with limits, while it runs: it is made and limited first.
     let limited = [
         "cgroup.procs:",
         "pids.max:256",

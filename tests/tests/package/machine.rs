@@ -3,7 +3,7 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use farside_testbed::{Inside, Vm};
 use farside_tests::{BOOT, testbed};
 use tempfile::TempDir;
@@ -110,7 +110,7 @@ impl Machine {
             .vm
             .wait_agent(BOOT)
             .and_then(|()| machine.sh(KVM_GROUP))
-            .with_context(|| machine.story())?;
+            .map_err(|error| anyhow!("{error:#}\n{}", machine.story()))?;
         Ok(machine)
     }
 
