@@ -31,6 +31,7 @@ use crate::{
     upgrade::Upgrade,
     values::MachineArg,
     vm_flags::VmFlags,
+    volume::Volume,
 };
 
 use disk::{Disk, parse_disk};
@@ -80,6 +81,7 @@ pub(crate) enum Verb {
         vm: VmName,
     },
     Devices(Devices),
+    Volume(Volume),
     Serve(Serve),
     Qemu(Box<Qemu>),
     Libvirt(Box<Libvirt>),
@@ -175,6 +177,10 @@ pub(crate) struct Lend {
     /// Create N virtual functions of a physical function first.
     #[arg(long, value_name = "BDF=N", value_parser = parse_vfs)]
     pub(crate) vfs: Vec<(Bdf, u32)>,
+    /// Directory of this lender's volumes, which `farside volume` creates and deletes while the lender runs; made if it is
+    /// missing.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) volumes: Option<PathBuf>,
     /// Who may borrow the devices given by flags, beside this user and root; may be given
     /// more than once. host: the name in the host's certificate. claim: it may take over
     /// the devices of a lost host. `network`: every peer that can connect to a port
@@ -200,14 +206,14 @@ pub(crate) struct Lend {
     pub(crate) poll_us: Option<u64>,
     /// Add the devices given by flags, and the `[[device]]` tables of --config, to the lender that
     /// runs at --socket. Only root and its own user can.
-    #[arg(long, conflicts_with_all = ["name", "listen", "announce", "ntb", "vfs", "poll_us"])]
+    #[arg(long, conflicts_with_all = ["name", "listen", "announce", "ntb", "vfs", "volumes", "poll_us"])]
     pub(crate) add: bool,
     /// Remove a device that is not lent from the lender that runs at --socket; may be given more
     /// than once.
     #[arg(
         long,
         value_name = "ID",
-        conflicts_with_all = ["add", "config", "device", "name", "listen", "announce", "ntb", "vfs", "poll_us"]
+        conflicts_with_all = ["add", "config", "device", "name", "listen", "announce", "ntb", "vfs", "volumes", "poll_us"]
     )]
     pub(crate) remove: Vec<DeviceId>,
     /// Have a disk grow to the size that its image or block device has now, at the lender that runs at --socket; may be given
@@ -215,7 +221,7 @@ pub(crate) struct Lend {
     #[arg(
         long,
         value_name = "ID",
-        conflicts_with_all = ["add", "remove", "config", "device", "name", "listen", "announce", "ntb", "vfs", "poll_us"]
+        conflicts_with_all = ["add", "remove", "config", "device", "name", "listen", "announce", "ntb", "vfs", "volumes", "poll_us"]
     )]
     pub(crate) resize: Vec<DeviceId>,
 }
@@ -473,7 +479,7 @@ fn parse_server(text: &str) -> Result<(DeviceId, PathBuf), String> {
     }
 }
 
-fn parse_borrower(text: &str) -> Result<(String, Borrower), String> {
+pub(crate) fn parse_borrower(text: &str) -> Result<(String, Borrower), String> {
     let borrower = text.parse::<Borrower>();
     let borrower = borrower.map_err(|error| error.to_string())?;
     Ok((text.to_owned(), borrower))

@@ -34,6 +34,9 @@ pub(crate) fn run(args: Lend) -> anyhow::Result<()> {
     if let Some(socket) = args.socket {
         config.socket = socket;
     }
+    if let Some(volumes) = args.volumes {
+        config.volumes = Some(std::path::absolute(volumes)?);
+    }
     config.listen.extend(args.listen);
     config.listen_plain |= args.listen_plain;
     if let Some(announce) = args.announce {
@@ -107,16 +110,7 @@ fn change(args: &Lend) -> anyhow::Result<()> {
         println!("{device} is no longer lent");
     }
     for device in &args.resize {
-        let (resized, more) = client.resize_device(device)?;
-        for ResizedDevice { device, from, to } in resized {
-            match from == to {
-                true => println!("{device} has {}, as before", Size(to)),
-                false => println!("{device} has {} (was {})", Size(to), Size(from)),
-            }
-        }
-        if more > 0 {
-            println!("so have {more} other devices, which the lender's log names");
-        }
+        resize(&mut client, device)?;
     }
     if !args.add {
         return Ok(());
@@ -126,6 +120,21 @@ fn change(args: &Lend) -> anyhow::Result<()> {
         let id = id.to_owned();
         client.add_device(table.to_string())?;
         println!("{id} is lent until the lender stops; for good, add it to lender.toml");
+    }
+    Ok(())
+}
+
+/// Has a disk grow to the size of its medium.
+pub(crate) fn resize(client: &mut Client, device: &DeviceId) -> anyhow::Result<()> {
+    let (resized, more) = client.resize_device(device)?;
+    for ResizedDevice { device, from, to } in resized {
+        match from == to {
+            true => println!("{device} has {}, as before", Size(to)),
+            false => println!("{device} has {} (was {})", Size(to), Size(from)),
+        }
+    }
+    if more > 0 {
+        println!("so have {more} other devices, which the lender's log names");
     }
     Ok(())
 }

@@ -32,6 +32,7 @@ mod units;
 mod upgrade;
 mod values;
 mod vm_flags;
+mod volume;
 mod waiting;
 
 use std::process::ExitCode;
@@ -70,6 +71,7 @@ fn dispatch(args: Args) -> anyhow::Result<()> {
         Verb::LeaseWorker { .. } => lend::worker(),
         Verb::LeaseKeeper => lend::keeper(),
         Verb::Devices(devices) => devices::run(&devices),
+        Verb::Volume(volume) => volume::run(&volume),
         Verb::Serve(serve) => serve::run(serve),
         Verb::ServeHelper { .. } => serve::helper(),
         Verb::Qemu(qemu) => qemu::run(*qemu),

@@ -33,3 +33,29 @@ fn a_command_does_not_create_files_behind_a_planted_link() {
     let created = fs::read_dir(at("precious")).expect("a directory").count();
     assert_eq!(created, 0, "{said}");
 }
+
+#[test]
+fn a_volume_is_not_made_behind_a_planted_link() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let at = |name: &str| directory.path().join(name);
+    for name in ["etc", "state", "run", "precious"] {
+        fs::create_dir(at(name)).expect("a directory");
+    }
+    let link = at("state/volumes");
+    symlink(at("precious"), &link).expect("a link");
+    // Only root may; a link of this user is refused, too.
+    let _ = lchown(&link, Some(NOBODY), None);
+    let output = Command::new(env!("CARGO_BIN_EXE_farside"))
+        .args(["volume", "create", "disk0", "1M", "--directory"])
+        .arg(&link)
+        .env("FARSIDE_CONFIG_DIR", at("etc"))
+        .env("FARSIDE_STATE_DIR", at("state"))
+        .env("FARSIDE_RUNTIME_DIR", at("run"))
+        .output()
+        .expect("the binary starts");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{said}");
+    assert!(said.contains("state/volumes is a symbolic link"), "{said}");
+    let created = fs::read_dir(at("precious")).expect("a directory").count();
+    assert_eq!(created, 0, "{said}");
+}

@@ -1,6 +1,7 @@
 //! The daemon that owns devices and lends them.
 //!
 //! - [`config`]: what to lend, from TOML.
+//! - [`volumes`]: disks in a directory of the lender's own.
 //! - `access`: who may borrow and who may operate a device.
 //! - `lease_owner`: whose a lease is.
 //! - `registry`: device ids and leases. `fences`: the host from which a moved VM may borrow.
@@ -49,6 +50,7 @@ mod state_file;
 mod tokens;
 mod vfio;
 mod vfio_user;
+pub mod volumes;
 mod worker;
 
 pub use farside_devices::state::FORMAT as STATE_FORMAT;

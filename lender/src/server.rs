@@ -189,7 +189,8 @@ impl Lender {
 
     /// As [`Lender::start`], with sockets from the service manager. Connections to them wait until
     /// the devices are open.
-    pub fn start_activated(config: Config, activated: Activated) -> Result<Self, StartError> {
+    pub fn start_activated(mut config: Config, activated: Activated) -> Result<Self, StartError> {
+        config.add_volumes()?;
         config.check()?;
         // Thirty functions with 2048 eventfds each exceed the usual limit.
         raise_open_files();

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use farside_backend_api::{
     BackendReport, BarAddress, Connection, ConnectionState, DeviceList, DeviceReport, LenderReport,
-    ListedDevice, Status,
+    ListedDevice, Status, VolumeEntry, VolumeList,
     upgrade::{
         DeviceCheck, LeaseCheck, LenderCheck, Obstacle, Reads, UpgradeCheck, Versions, VmCheck,
     },
@@ -274,6 +274,22 @@ fn devices_are_documented() {
     let value = to_value(&list).unwrap();
     is_documented("farside devices --json", &[&value]);
     assert_eq!(serde_json::from_value::<DeviceList>(value).unwrap(), list);
+}
+
+#[test]
+fn volumes_are_documented() {
+    let volumes = [Some("web1"), None].map(|vm| VolumeEntry {
+        id: "disk7".parse().unwrap(),
+        model: "nvme".into(),
+        size_bytes: 20 << 30,
+        used_bytes: 1 << 20,
+        lent: true,
+        borrowed_by: vm.map(|vm| vm.parse().unwrap()),
+    });
+    let list = VolumeList::new(volumes.to_vec());
+    let value = to_value(&list).unwrap();
+    is_documented("farside volume list --json", &[&value]);
+    assert_eq!(serde_json::from_value::<VolumeList>(value).unwrap(), list);
 }
 
 #[test]

@@ -124,9 +124,10 @@ impl Directory {
         check(&self.path, stat.st_uid, stat.st_mode, allowed)
     }
 
-    /// The user that owns it.
-    pub(crate) fn owner(&self) -> io::Result<u32> {
-        Ok(fstat(&self.fd)?.st_uid)
+    /// The user and the group that own it.
+    pub(crate) fn owners(&self) -> io::Result<(u32, u32)> {
+        let stat = fstat(&self.fd)?;
+        Ok((stat.st_uid, stat.st_gid))
     }
 
     /// Lets everyone search it, if this user owns it. Its entries have modes of their own.

@@ -50,7 +50,7 @@ pub fn append(path: &Path) -> io::Result<File> {
         return Err(odd());
     }
     let user = rustix::process::geteuid().as_raw();
-    match [user, 0, directory.owner()?].contains(&meta.uid()) {
+    match [user, 0, directory.owners()?.0].contains(&meta.uid()) {
         true => Ok(file),
         false => Err(io::Error::other(format!(
             "belongs to user {uid}: remove it",

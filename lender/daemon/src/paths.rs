@@ -161,6 +161,11 @@ pub fn create_directory(directory: &Path) -> io::Result<()> {
     Directory::create(directory, 0o700, Owner::Ours).map(drop)
 }
 
+/// The user and the group that own `directory`. No symbolic link below the runtime or state directory is followed.
+pub fn owners(directory: &Path) -> io::Result<(u32, u32)> {
+    Directory::open(directory, Owner::Any)?.owners()
+}
+
 /// Lets every user search `directory`, if this user owns it.
 pub fn make_searchable(directory: &Path) -> io::Result<()> {
     Directory::open(directory, Owner::Any)?.make_searchable()

@@ -185,7 +185,7 @@ impl Devices {
             {
                 let name = user_name(*uid);
                 return Err(invalid(format!(
-                    "device {id}: this lender's socket does not admit user {name} (uid {uid}): no device named that user in `borrowers` when the lender started; add the device to lender.toml and restart the lender"
+                    "device {id}: this lender's socket does not admit user {name} (uid {uid}): no device named that user in `borrowers` when the lender started; name the user for a device in lender.toml and restart the lender"
                 )));
             }
         }

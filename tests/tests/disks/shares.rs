@@ -7,14 +7,12 @@ use std::{
 
 use anyhow::Result;
 use farside_scripted_vmm::{
-    device::Device,
-    machine::Machine,
     nvme::{Controller, DRIVER_RAM, Opcode, Transfer},
-    pci,
-    ram::{Layout, PAGE, Ram},
-    vectors::Vectors,
+    ram::PAGE,
 };
 use farside_tests::{Cluster, MIB};
+
+use crate::boot;
 
 const VMS: usize = 8;
 
@@ -23,34 +21,9 @@ const IOPS: u32 = 200;
 
 const TIME: Duration = Duration::from_secs(3);
 
-const TIMEOUT: Duration = Duration::from_secs(20);
-
-/// A VM that has borrowed its disk.
-fn boot(cluster: &Cluster, n: usize) -> Result<Machine> {
-    let socket = format!("vm/vm{n}/disk{n}.sock");
-    let mut device = Device::connect(&cluster.directory().join(socket), TIMEOUT)?;
-    let ram = Ram::new(Layout::new(4 * MIB, None, false)?)?;
-    let vectors = Vectors::new(device.vectors())?;
-    for block in ram.layout().blocks() {
-        device.map(&ram, block)?;
-    }
-    device.reset()?;
-    pci::place_bars(&mut device)?;
-    device.enable_vectors(&vectors)?;
-    pci::enable_msix(&mut device, true)?;
-    pci::set_command(&mut device, pci::MEMORY | pci::BUS_MASTER)?;
-    Ok(Machine {
-        vectors,
-        ram,
-        device,
-        timeout: TIMEOUT,
-        early_interrupts: 0,
-    })
-}
-
 /// What a VM gets, in parts of its share, if it does as much as it can once all are ready.
 fn share(cluster: &Cluster, n: usize, ready: &Barrier) -> Result<f64> {
-    let booted = boot(cluster, n).and_then(|mut machine| {
+    let booted = boot(cluster, &format!("vm{n}"), &format!("disk{n}")).and_then(|mut machine| {
         let controller = Controller::bring_up(&mut machine, 1, 1)?;
         Ok((machine, controller))
     });
@@ -77,14 +50,14 @@ fn share(cluster: &Cluster, n: usize, ready: &Barrier) -> Result<f64> {
     Ok(share)
 }
 
-#[test]
-fn eight_vms_of_one_medium_have_their_shares() {
+/// Eight VMs that do as much as they can have their shares of disks that `disk` describes, the options of
+/// the lender for each.
+fn have_their_shares(disk: impl Fn(&Cluster, usize) -> Result<String>) {
     let cluster = Cluster::in_memory().unwrap();
     let mut args = Vec::new();
     for n in 0..VMS {
-        let image = cluster.image(&format!("disk{n}"), MIB).unwrap();
-        let disk = format!("disk{n}={},iops={IOPS}", image.display());
-        args.extend(["--nvme".to_owned(), disk]);
+        let disk = disk(&cluster, n).unwrap();
+        args.extend(["--nvme".to_owned(), format!("disk{n}={disk},iops={IOPS}")]);
     }
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let _lender = cluster.lend(&args).unwrap();
@@ -108,4 +81,25 @@ fn eight_vms_of_one_medium_have_their_shares() {
         shares.iter().all(|share| (0.9..=most).contains(share)),
         "{shares:.2?}"
     );
+}
+
+#[test]
+fn eight_vms_of_one_medium_have_their_shares() {
+    have_their_shares(|cluster, n| {
+        let image = cluster.image(&format!("disk{n}"), MIB)?;
+        Ok(image.display().to_string())
+    });
+}
+
+#[test]
+fn eight_vms_that_share_a_namespace_have_their_shares() {
+    have_their_shares(|cluster, _| {
+        let image = cluster.image("shared", MIB)?;
+        let reservations = cluster.directory().join("shared.reservations");
+        Ok(format!(
+            "{},shared={}",
+            image.display(),
+            reservations.display()
+        ))
+    });
 }

@@ -47,6 +47,7 @@ fn scenes(machine: &Machine) -> Result<()> {
     without_sockets(machine)?;
     has_a_network_where_it_is_configured(machine)?;
     has_vfio_where_it_is_configured(machine)?;
+    has_volumes_where_they_are_configured(machine)?;
     purged_while_it_runs(machine)
 }
 
@@ -408,6 +409,35 @@ fn has_vfio_where_it_is_configured(machine: &Machine) -> Result<()> {
          systemctl daemon-reload
          systemctl restart {LENDER}"
     ))?;
+    Ok(())
+}
+
+/// Root's `farside volume` acts as the lender's user, so that the lender can use what it makes.
+fn has_volumes_where_they_are_configured(machine: &Machine) -> Result<()> {
+    let said = machine.sh(&format!(
+        "set -e
+         cp -p /etc/farside/lender.toml /tmp
+         sed -i '1i volumes = \"/var/lib/farside/volumes\"' /etc/farside/lender.toml
+         systemctl restart {LENDER}
+         farside volume create disk8 8M
+         cd /var/lib/farside && stat -c '%U:%G %a %n' volumes volumes/disk8 volumes/disk8/*
+         farside devices | grep -o 'disk8 .*8 MiB'
+         systemctl restart {LENDER}
+         farside volume resize disk8 16M
+         farside volume delete disk8
+         rmdir volumes
+         mv /tmp/lender.toml /etc/farside/
+         systemctl restart {LENDER}"
+    ))?;
+    for part in [
+        "farside:farside 700 volumes\n",
+        "farside:farside 600 volumes/disk8/image\n",
+        "disk8 ",
+        "disk8 has 16 MiB (was 8 MiB)",
+        "disk8 is deleted",
+    ] {
+        ensure!(said.contains(part), "{part:?}: {said}");
+    }
     Ok(())
 }
 

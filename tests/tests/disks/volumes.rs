@@ -1,0 +1,269 @@
+//! `farside volume`, with a lender that has nothing else, or none.
+
+use std::{
+    fs,
+    path::PathBuf,
+    process::Stdio,
+    thread,
+    time::{Duration, Instant},
+};
+
+use farside_backend_api::{VolumeEntry, VolumeList};
+use farside_scripted_vmm::{
+    nvme::{Controller, DRIVER_RAM, Opcode, Transfer},
+    pattern::Pattern,
+    ram::PAGE,
+};
+use farside_tests::{Cluster, Daemon, MIB, SHORT};
+
+use crate::boot;
+
+/// A cluster whose lender.toml names a directory of volumes.
+struct Stage {
+    cluster: Cluster,
+    config: PathBuf,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let cluster = Cluster::in_memory().unwrap();
+        let etc = cluster.directory().join("etc");
+        fs::create_dir(&etc).unwrap();
+        let volumes = cluster.directory().join("volumes");
+        let text = format!("volumes = {:?}\n", volumes.display().to_string());
+        let config = cluster.file("etc/lender.toml", &text).unwrap();
+        Self { cluster, config }
+    }
+
+    fn lend(&self) -> Daemon {
+        let config = self.config.to_str().unwrap();
+        self.cluster.lend(&["--config", config]).unwrap()
+    }
+
+    /// Runs `farside volume`, which succeeds. Returns its output.
+    #[track_caller]
+    fn volume(&self, args: &[&str]) -> String {
+        let ended = self.cluster.run(&[&["volume"], args].concat()).unwrap();
+        assert!(ended.status.success(), "{args:?}: {ended:?}");
+        ended.stdout
+    }
+
+    /// Runs `farside volume`, which is refused for a reason that contains `why`.
+    #[track_caller]
+    fn refused(&self, args: &[&str], why: &str) {
+        let ended = self.cluster.run(&[&["volume"], args].concat()).unwrap();
+        assert!(!ended.status.success(), "{args:?}: {ended:?}");
+        assert!(ended.stderr.contains(why), "{args:?}: {}", ended.stderr);
+    }
+
+    /// Deletes a volume which the lender may still be opening, for a command that was killed.
+    fn delete(&self, id: &str) {
+        let deadline = Instant::now() + SHORT;
+        loop {
+            let ended = self.cluster.run(&["volume", "delete", id]).unwrap();
+            if ended.status.success() {
+                return;
+            }
+            assert!(ended.stderr.contains("is in use"), "{ended:?}");
+            assert!(Instant::now() < deadline, "{ended:?}");
+        }
+    }
+
+    #[track_caller]
+    fn list(&self) -> Vec<VolumeEntry> {
+        let list: VolumeList = serde_json::from_str(&self.volume(&["list", "--json"])).unwrap();
+        list.volumes
+    }
+
+    fn ids(&self) -> Vec<String> {
+        let list = self.list().into_iter();
+        list.map(|volume| volume.id.to_string()).collect()
+    }
+
+    /// Names in the directory of volumes.
+    fn files(&self) -> usize {
+        let directory = self.cluster.directory().join("volumes");
+        fs::read_dir(directory).unwrap().count()
+    }
+}
+
+/// The first page of a disk, from or to the VM's memory.
+fn first_page(opcode: Opcode) -> Transfer {
+    Transfer {
+        opcode,
+        offset: 0,
+        bytes: PAGE,
+        address: DRIVER_RAM.end,
+    }
+}
+
+const MEMORY: std::ops::Range<u64> = DRIVER_RAM.end..DRIVER_RAM.end + PAGE;
+
+#[test]
+fn a_volume_is_created_borrowed_grown_and_deleted_while_its_lender_runs() {
+    let stage = Stage::new();
+    let lender = stage.lend();
+    assert_eq!(stage.ids(), [""; 0]);
+    let said = stage.volume(&["create", "disk7", "64M", "--iops", "5000"]);
+    assert_eq!(said, "disk7 is created and lent: 64 MiB\n");
+
+    let backend = stage.cluster.serve("web1", &["disk7"]).start().unwrap();
+    let mut machine = boot(&stage.cluster, "web1", "disk7").unwrap();
+    let mut controller = Controller::bring_up(&mut machine, 1, 1).unwrap();
+    assert_eq!(controller.identity().bytes(), 64 * MIB);
+    machine.ram.fill(MEMORY, &mut Pattern::new(7)).unwrap();
+    let written = machine.ram.snapshot(MEMORY).unwrap();
+    controller
+        .transfer(&mut machine, &first_page(Opcode::Write))
+        .unwrap();
+    controller.flush(&mut machine).unwrap();
+
+    let [volume] = &stage.list()[..] else {
+        panic!("not one volume");
+    };
+    assert_eq!(volume.borrowed_by.as_deref(), Some("web1"));
+    assert_eq!((volume.model.as_str(), volume.lent), ("nvme", true));
+    // Thin: what was written, in the file system's units.
+    assert!((PAGE..MIB).contains(&volume.used_bytes), "{volume:?}");
+    stage.refused(&["delete", "disk7"], "VM web1");
+    stage.refused(&["resize", "disk7", "32M"], "does not shrink to 32 MiB");
+    let said = stage.volume(&["resize", "disk7", "128M"]);
+    assert_eq!(said, "disk7 has 128 MiB (was 64 MiB)\n");
+    machine.device.close();
+    drop(backend);
+    stage.cluster.wait_free("disk7").unwrap();
+
+    // The next lender has it as well, with its data and its size.
+    drop(lender);
+    assert!(!stage.list()[0].lent);
+    let _lender = stage.lend();
+    let backend = stage.cluster.serve("web2", &["disk7"]).start().unwrap();
+    let mut machine = boot(&stage.cluster, "web2", "disk7").unwrap();
+    let mut controller = Controller::bring_up(&mut machine, 1, 1).unwrap();
+    assert_eq!(controller.identity().bytes(), 128 * MIB);
+    controller
+        .transfer(&mut machine, &first_page(Opcode::Read))
+        .unwrap();
+    let changed = machine.ram.changed_since(&[written], &(0..0)).unwrap();
+    assert_eq!(changed, 0, "bytes that are not what was written");
+    machine.device.close();
+    drop(backend);
+    stage.cluster.wait_free("disk7").unwrap();
+
+    stage.volume(&["delete", "disk7"]);
+    assert_eq!((stage.ids().len(), stage.files()), (0, 0));
+    let devices = stage.cluster.run(&["devices"]).unwrap();
+    assert!(!devices.stdout.contains("disk7"), "{devices:?}");
+}
+
+#[test]
+fn without_a_lender_volumes_are_created_for_the_next_one() {
+    let stage = Stage::new();
+    stage.refused(
+        &["create", "a", "1M"],
+        "which the lender makes when it starts",
+    );
+    drop(stage.lend());
+    stage.volume(&["create", "a", "1M", "--model", "virtio-blk"]);
+    stage.volume(&["create", "b", "1M"]);
+    stage.volume(&["resize", "b", "2M"]);
+    let table = stage.volume(&["list"]);
+    assert!(
+        table.contains("virtio-blk") && table.contains("no lender runs"),
+        "{table}"
+    );
+    let lender = stage.lend();
+    let devices = stage.cluster.run(&["devices"]).unwrap().stdout;
+    let has = |what: &str| devices.lines().any(|line| line.contains(what));
+    assert!(
+        has("farside virtio-blk, 1 MiB") && has("farside NVMe, 2 MiB"),
+        "{devices}"
+    );
+    drop(lender);
+    stage.volume(&["delete", "a"]);
+    assert_eq!(stage.ids(), ["b"]);
+}
+
+#[test]
+fn what_a_lender_refuses_leaves_no_volume() {
+    let stage = Stage::new();
+    let lender = stage.lend();
+    stage.volume(&["create", "a", "1M"]);
+    let config = stage.config.to_str().unwrap();
+    let added = ["lend", "--add", "--dma-test", "dma0"];
+    assert!(stage.cluster.run(&added).unwrap().status.success());
+    for (args, why) in [
+        (&["create", "a", "1M"][..], "there is a volume a: choose"),
+        (
+            &["create", "dma0", "1M"],
+            "has a device dma0 that is no volume",
+        ),
+        (&["create", "b", "1000T"], "choose a smaller size"),
+        (&["create", "b", "1000"], "multiple of 4 KiB"),
+        (&["create", "b", "1M", "--iops", "5"], "at least 100"),
+        (
+            &["create", "b", "1M", "--borrower", "user=nobody"],
+            "does not admit user nobody",
+        ),
+        (&["create", "../b", "1M"], "device id"),
+        (&["resize", "b", "1M"], "there is no volume b"),
+        (&["resize", "a", "1000T"], "choose a smaller size"),
+        (&["delete", "dma0"], "there is no volume dma0"),
+        (
+            &["list", "--config", "missing.toml"],
+            "cannot read missing.toml",
+        ),
+        (&["list", "--config", "/dev/null"], "add `volumes = "),
+    ] {
+        stage.refused(args, why);
+        assert_eq!(
+            (stage.ids(), stage.files()),
+            (vec!["a".to_owned()], 1),
+            "{args:?}"
+        );
+    }
+    // A volume whose id another device has.
+    drop(lender);
+    let both = ["lend", "--config", config, "--dma-test", "a"];
+    let ended = stage.cluster.run(&both).unwrap();
+    assert!(ended.stderr.contains("is used twice"), "{ended:?}");
+}
+
+/// Whenever a command is killed, there is a volume or none, and the same command goes on from there.
+#[test]
+fn a_killed_command_leaves_a_volume_or_none() {
+    let stage = Stage::new();
+    let mut lender = stage.lend();
+    let (mut created, mut deleted) = (0, 0);
+    for round in 0..40 {
+        for verb in [&["create", "a", "1M"][..], &["delete", "a"]] {
+            let mut command = stage
+                .cluster
+                .farside(&[&["volume"], verb].concat())
+                .unwrap();
+            let command = command.stdout(Stdio::null()).stderr(Stdio::null());
+            let mut child = command.spawn().unwrap();
+            // Over the whole of its life, at times beyond.
+            thread::sleep(Duration::from_micros(round * 500));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            let is_there = !stage.ids().is_empty();
+            match verb[0] {
+                "create" => created += u32::from(is_there),
+                _ => deleted += u32::from(!is_there),
+            }
+            match (verb[0], is_there) {
+                ("create", false) => drop(stage.volume(&["create", "a", "1M"])),
+                ("delete", true) => stage.delete("a"),
+                _ => {}
+            }
+            if round % 10 == 9 {
+                // What the lender reads is whole.
+                lender.kill_all().unwrap();
+                lender = stage.lend();
+            }
+        }
+    }
+    println!("of 40 killed commands each, {created} have created the volume, {deleted} deleted it");
+    assert_eq!(stage.files(), 0);
+}
