@@ -10,9 +10,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use farside_testbed::Process;
 use rustix::process::{Pid, Signal, kill_process};
+
+use crate::SHORT;
 
 /// The output of a process so far. Outlives the process.
 #[derive(Clone, Default)]
@@ -201,6 +203,23 @@ impl Daemon {
         let mut children = self.all_children();
         children.retain(|pid| !is_spare(*pid));
         children
+    }
+
+    /// The backend of a keeper: its only child once its spare has the name of one, which it takes when it starts.
+    pub fn backend(&self) -> Result<Pid> {
+        let deadline = Instant::now() + SHORT;
+        loop {
+            let children = self.children();
+            if let [backend] = children[..] {
+                return Ok(backend);
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "not one backend of {} within {SHORT:?}: {children:?}",
+                self.name
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// The workers of a lender.

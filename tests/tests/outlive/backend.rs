@@ -51,9 +51,7 @@ fn kill_backends(disk: Disk, count: u64) {
             progress
                 .wait(&mut random, Duration::from_millis(50))
                 .unwrap();
-            let [backend] = keeper.children()[..] else {
-                panic!("the keeper has one child");
-            };
+            let backend = keeper.backend().unwrap();
             let killed = Instant::now();
             kills.push(killed);
             kill_process(backend, Signal::KILL).unwrap();
@@ -129,9 +127,7 @@ fn kill_both(disk: Disk, count: u64) {
             progress
                 .wait(&mut random, Duration::from_millis(50))
                 .unwrap();
-            let [backend] = keeper.children()[..] else {
-                panic!("the keeper has one child");
-            };
+            let backend = keeper.backend().unwrap();
             let [worker] = lender.workers()[..] else {
                 panic!("one worker does the I/O");
             };

@@ -416,6 +416,8 @@ fn has_vfio_where_it_is_configured(machine: &Machine) -> Result<()> {
 fn has_volumes_where_they_are_configured(machine: &Machine) -> Result<()> {
     let said = machine.sh(&format!(
         "set -e
+         # Restarts of the scenes before count to the unit's limit.
+         systemctl reset-failed {LENDER}
          cp -p /etc/farside/lender.toml /tmp
          sed -i '1i volumes = \"/var/lib/farside/volumes\"' /etc/farside/lender.toml
          systemctl restart {LENDER}
@@ -426,8 +428,7 @@ fn has_volumes_where_they_are_configured(machine: &Machine) -> Result<()> {
          farside volume resize disk8 16M
          farside volume delete disk8
          rmdir volumes
-         mv /tmp/lender.toml /etc/farside/
-         systemctl restart {LENDER}"
+         mv /tmp/lender.toml /etc/farside/"
     ))?;
     for part in [
         "farside:farside 700 volumes\n",

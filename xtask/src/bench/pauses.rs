@@ -210,7 +210,7 @@ impl<'a> Processes<'a> {
             disk,
             medium,
             lender,
-            backend: only("backend", service.children())?,
+            backend: service.backend()?,
             service,
         })
     }
@@ -226,11 +226,11 @@ impl<'a> Processes<'a> {
                 self.lender.kill()?;
                 self.lend()
             }
-            Event::Worker => kill(only("worker", self.lender.workers())?),
-            Event::Backend => kill(only("backend", self.service.children())?),
+            Event::Worker => kill(worker(&self.lender)?),
+            Event::Backend => kill(self.service.backend()?),
             Event::BackendAndWorker => {
-                let worker = only("worker", self.lender.workers())?;
-                kill(only("backend", self.service.children())?)?;
+                let worker = worker(&self.lender)?;
+                kill(self.service.backend()?)?;
                 // It ends with its backend, too.
                 let _ = kill_process(worker, Signal::KILL);
                 Ok(())
@@ -271,10 +271,10 @@ fn kill(pid: Pid) -> Result<()> {
     kill_process(pid, Signal::KILL).with_context(|| format!("killing process {pid}"))
 }
 
-/// The only process of its kind.
-fn only(kind: &str, processes: Vec<Pid>) -> Result<Pid> {
-    match processes[..] {
-        [process] => Ok(process),
-        _ => bail!("there is no {kind}, or several: {processes:?}"),
+/// The only worker of a lender.
+fn worker(lender: &Daemon) -> Result<Pid> {
+    match lender.workers()[..] {
+        [worker] => Ok(worker),
+        ref workers => bail!("not one worker: {workers:?}"),
     }
 }

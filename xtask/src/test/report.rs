@@ -16,10 +16,10 @@ const SLOWEST: usize = 20;
 /// A test without VMs that takes longer is always listed.
 const SLOW: Duration = Duration::from_secs(1);
 
-/// Lines of a failed test's message to repeat at the end: the first ones, and the last ones, in
-/// which an error that comes with logs has its cause.
-const FIRST_LINES: usize = 4;
-const LAST_LINES: usize = 12;
+/// Lines of a failed test's message to repeat at the end: the first ones, which may be a script's, and
+/// the last ones, in which an error that follows logs has its cause.
+const FIRST_LINES: usize = 16;
+const LAST_LINES: usize = 8;
 
 /// Characters of each.
 const LINE_LEN: usize = 400;
@@ -381,7 +381,7 @@ Failed:
         say("two", "---- b ----");
         say("one", &long);
         say("two", "of b");
-        (0..30).for_each(|n| say("one", &format!("line {n}")));
+        (1..40).for_each(|n| say("one", &format!("line {n}")));
         say("one", "failures:");
         say("one", "a");
         let [(a, of_a), (b, of_b)] = &report.messages[..] else {
@@ -389,12 +389,12 @@ Failed:
         };
         assert_eq!((&**a, &**b), ("one: a", "two: b"));
         assert_eq!(of_a.first[0], "x".repeat(LINE_LEN));
-        assert_eq!(of_a.first[1..], ["line 0", "line 1", "line 2"]);
-        assert_eq!((of_a.last.len(), of_a.left_out), (LAST_LINES, 15));
-        assert_eq!(of_a.last.back().unwrap(), "line 29");
+        assert_eq!(of_a.first[FIRST_LINES - 1], "line 15");
+        assert_eq!((of_a.last.len(), of_a.left_out), (LAST_LINES, 16));
+        assert_eq!(of_a.last.back().unwrap(), "line 39");
         let said = of_a.to_string();
         assert!(
-            said.contains("line 2\n        … (15 lines left out)\n        line 18\n"),
+            said.contains("line 15\n        … (16 lines left out)\n        line 32\n"),
             "{said}"
         );
         assert_eq!(of_b.to_string(), "        of b\n");
