@@ -10,12 +10,13 @@ use clap::{Args as ClapArgs, Subcommand, ValueEnum};
 use farside_backend_api::{VolumeEntry, VolumeList};
 use farside_bench::text_table;
 use farside_daemon::{DeviceId, paths, user_name};
+use farside_error_chain::Chain;
 use farside_fabric::{Size, parse_size};
 use farside_lender::{
     config::{Borrower, Config, Limits},
     volumes::{self, LockedVolumes, Volumes},
 };
-use farside_lender_protocol::{CallError, Client, DeviceEntry};
+use farside_lender_protocol::{CallError, Client, DeviceEntry, ErrorKind};
 use rustix::{process::geteuid, thread};
 use toml::{Table, Value};
 
@@ -112,38 +113,23 @@ impl Model {
 pub(crate) fn run(args: &Volume) -> anyhow::Result<()> {
     let (directory, socket) = places(args)?;
     act_as_owner(&directory)?;
-    let volumes = Volumes::new(directory);
-    // Before the lock: with socket activation, this starts the lender, which reads all volumes.
-    let mut lender = connect(&socket)?;
+    let volumes = Volumes::new(directory)?;
+    // With socket activation, this starts the lender, which waits for the lock.
+    let lender = connect(&socket)?;
+    if let Verb::List { json } = &args.verb {
+        return list(&volumes, lender, *json);
+    }
+    let locked = volumes.lock()?;
+    // One that has started meanwhile has read the volumes.
+    let lender = match lender {
+        Some(lender) => Some(lender),
+        None => connect(&socket)?,
+    };
     match &args.verb {
-        Verb::Create(create) => {
-            let locked = volumes.lock()?;
-            create.run(&locked, lender.as_mut())
-        }
-        Verb::List { json } => list(&volumes, lender.as_mut(), *json),
-        Verb::Resize { id, size } => {
-            volumes.lock()?.grow(id, *size)?;
-            if let Some(lender) = &mut lender
-                && is_lent(lender, id)?
-            {
-                lend::resize(lender, id)?;
-            } else {
-                println!("{id} has {}", Size(*size));
-            }
-            Ok(())
-        }
-        Verb::Delete { id } => {
-            let locked = volumes.lock()?;
-            locked.check_exists(id)?;
-            if let Some(lender) = &mut lender
-                && is_lent(lender, id)?
-            {
-                lender.remove_device(id)?;
-            }
-            locked.delete(id)?;
-            println!("{id} is deleted");
-            Ok(())
-        }
+        Verb::Create(create) => create.run(&locked, lender),
+        Verb::Resize { id, size } => resize(&locked, lender, id, *size),
+        Verb::Delete { id } => delete(&locked, lender, id),
+        Verb::List { .. } => Ok(()),
     }
 }
 
@@ -155,11 +141,15 @@ fn places(args: &Volume) -> anyhow::Result<(PathBuf, PathBuf)> {
         true => Config::load(&file)?,
         false => Config::default(),
     };
-    let directory = args.directory.clone().or(config.volumes);
+    let directory = match &args.directory {
+        Some(directory) => Some(std::path::absolute(directory)?),
+        None => config.volumes,
+    };
     let directory = directory.with_context(|| {
         format!(
-            "{} names no directory of volumes: add `volumes = \"/var/lib/farside/volumes\"` and restart the lender, or give --directory",
-            file.display()
+            "{} names no directory of volumes: add `volumes = {:?}` and restart the lender, or give --directory",
+            file.display(),
+            paths::state_dir().join("volumes")
         )
     })?;
     let socket = args.socket.clone().unwrap_or(config.socket);
@@ -169,14 +159,37 @@ fn places(args: &Volume) -> anyhow::Result<(PathBuf, PathBuf)> {
 /// Root takes on the rights of the directory's owner, the lender's user: what it does there, that user can do, and
 /// nothing that the user has put there leads root elsewhere.
 fn act_as_owner(directory: &Path) -> anyhow::Result<()> {
-    let cannot = || {
+    let (uid, gid) = paths::owners(directory).with_context(|| {
         format!(
             "cannot open {}, the directory of volumes, which the lender makes when it starts",
             directory.display()
         )
-    };
-    let (uid, gid) = paths::owners(directory).with_context(cannot)?;
-    if !geteuid().is_root() || uid == 0 {
+    })?;
+    if !geteuid().is_root() {
+        return Ok(());
+    }
+    // A link of another user could lead root to any directory, and make it act as its owner.
+    let real = directory.canonicalize()?;
+    if real != directory {
+        bail!(
+            "{} is reached by a symbolic link: root uses directories of volumes by their own paths, here {}",
+            directory.display(),
+            real.display()
+        );
+    }
+    for above in directory.ancestors().skip(1) {
+        let (owner, _) = paths::owners(above)?;
+        if ![0, uid].contains(&owner) {
+            bail!(
+                "user {}, who owns {}, could replace {}, the directory of volumes: choose another, or run this command as user {}",
+                user_name(owner),
+                above.display(),
+                directory.display(),
+                user_name(uid)
+            );
+        }
+    }
+    if uid == 0 {
         return Ok(());
     }
     let (user, group) = (thread::Uid::from_raw(uid), thread::Gid::from_raw(gid));
@@ -205,27 +218,87 @@ fn is_lent(lender: &mut Client, id: &DeviceId) -> anyhow::Result<bool> {
     Ok(lender.devices()?.iter().any(|entry| entry.id == *id))
 }
 
+/// The lender, if it lends this volume: it has locked the image, then.
+fn lends(
+    lender: Option<Client>,
+    volumes: &LockedVolumes,
+    id: &DeviceId,
+) -> anyhow::Result<Option<Client>> {
+    let in_use = volumes.is_in_use(id)?;
+    let Some(mut lender) = lender else {
+        return Ok(None);
+    };
+    match (is_lent(&mut lender, id)?, in_use) {
+        (true, true) => Ok(Some(lender)),
+        (true, false) => bail!(
+            "the lender has a device {id} that is not this volume: give the --directory and the --socket of one lender"
+        ),
+        (false, _) => Ok(None),
+    }
+}
+
+fn resize(
+    volumes: &LockedVolumes,
+    lender: Option<Client>,
+    id: &DeviceId,
+    size: u64,
+) -> anyhow::Result<()> {
+    let lender = lends(lender, volumes, id)?;
+    volumes.grow(id, size)?;
+    match lender {
+        Some(mut lender) => lend::resize(&mut lender, id).with_context(|| {
+            format!("{id} has grown, and its lender does not know: repeat the command")
+        }),
+        None => {
+            println!("{id} has {}", Size(size));
+            Ok(())
+        }
+    }
+}
+
+fn delete(volumes: &LockedVolumes, lender: Option<Client>, id: &DeviceId) -> anyhow::Result<()> {
+    let Some(mut lender) = lends(lender, volumes, id)? else {
+        volumes.delete(id)?;
+        println!("{id} is deleted");
+        return Ok(());
+    };
+    match lender.remove_device(id) {
+        // A command that was killed has begun that.
+        Err(CallError::Refused(refused)) if refused.kind == ErrorKind::UnknownDevice => {}
+        removed => removed?,
+    }
+    volumes
+        .delete(id)
+        .with_context(|| format!("{id} is no longer lent, and not deleted: repeat the command"))?;
+    println!("{id} is deleted");
+    Ok(())
+}
+
 impl Create {
-    fn run(&self, volumes: &LockedVolumes<'_>, lender: Option<&mut Client>) -> anyhow::Result<()> {
+    fn run(&self, volumes: &LockedVolumes, lender: Option<Client>) -> anyhow::Result<()> {
         let id = &self.id;
-        let Some(lender) = lender else {
+        let Some(mut lender) = lender else {
             volumes.create(id, self.size, self.table()?)?;
             println!("{id} is created; no lender runs: it is lent when one starts");
             return Ok(());
         };
-        if volumes.check_exists(id).is_err() && is_lent(lender, id)? {
-            bail!("the lender has a device {id} that is no volume: choose another id");
+        if is_lent(&mut lender, id)? {
+            bail!("the lender has a device {id}: choose another id");
         }
         let volume = volumes.create(id, self.size, self.table()?)?;
-        if let Err(error) = lender.add_device(volume.table.to_string()) {
-            // A lender that has just started has read it by itself.
-            if !is_lent(lender, id)? {
-                volumes.delete(id)?;
-                return Err(error.into());
+        match lender.add_device(volume.table.to_string()) {
+            Ok(()) => {
+                println!("{id} is created and lent: {}", Size(self.size));
+                Ok(())
             }
+            Err(CallError::Refused(refused)) => {
+                volumes.delete(id)?;
+                Err(refused.into())
+            }
+            Err(error) => Err(error).with_context(|| {
+                format!("{id} is created, and may not be lent: `farside volume list` shows that; repeat the command")
+            }),
         }
-        println!("{id} is created and lent: {}", Size(self.size));
-        Ok(())
     }
 
     /// Its `[[device]]` table, without id and image.
@@ -244,19 +317,31 @@ impl Create {
     }
 }
 
-fn list(volumes: &Volumes, lender: Option<&mut Client>, json: bool) -> anyhow::Result<()> {
+fn list(volumes: &Volumes, lender: Option<Client>, json: bool) -> anyhow::Result<()> {
     let runs = lender.is_some();
-    let devices = lender.map_or(Ok(Vec::new()), |lender| lender.devices())?;
+    let devices = lender.map_or(Ok(Vec::new()), |mut lender| lender.devices())?;
+    let (volumes, errors) = volumes.list()?;
     let entries: Vec<VolumeEntry> = volumes
-        .list()?
         .into_iter()
         .map(|volume| entry(volume, &devices))
         .collect();
     if json {
         let document = VolumeList::new(entries);
         println!("{}", serde_json::to_string_pretty(&document)?);
-        return Ok(());
+    } else {
+        print_table(entries, runs);
     }
+    let errors: Vec<_> = errors
+        .iter()
+        .map(|error| Chain(error).to_string())
+        .collect();
+    match errors.is_empty() {
+        true => Ok(()),
+        false => bail!("{}", errors.join("\n")),
+    }
+}
+
+fn print_table(entries: Vec<VolumeEntry>, runs: bool) {
     let rows: Vec<Vec<String>> = entries
         .into_iter()
         .map(|volume| {
@@ -273,7 +358,6 @@ fn list(volumes: &Volumes, lender: Option<&mut Client>, json: bool) -> anyhow::R
         .collect();
     let table = text_table(&["VOLUME", "MODEL", "SIZE", "USED", "USED BY"], &rows);
     print!("{}", Plain(table));
-    Ok(())
 }
 
 fn entry(volume: volumes::Volume, devices: &[DeviceEntry]) -> VolumeEntry {

@@ -38,24 +38,39 @@ fn a_command_does_not_create_files_behind_a_planted_link() {
 fn a_volume_is_not_made_behind_a_planted_link() {
     let directory = tempfile::tempdir().expect("a directory");
     let at = |name: &str| directory.path().join(name);
-    for name in ["etc", "state", "run", "precious"] {
+    for name in ["etc", "state", "srv", "run", "precious"] {
         fs::create_dir(at(name)).expect("a directory");
     }
-    let link = at("state/volumes");
-    symlink(at("precious"), &link).expect("a link");
-    // Only root may; a link of this user is refused, too.
-    let _ = lchown(&link, Some(NOBODY), None);
-    let output = Command::new(env!("CARGO_BIN_EXE_farside"))
-        .args(["volume", "create", "disk0", "1M", "--directory"])
-        .arg(&link)
-        .env("FARSIDE_CONFIG_DIR", at("etc"))
-        .env("FARSIDE_STATE_DIR", at("state"))
-        .env("FARSIDE_RUNTIME_DIR", at("run"))
-        .output()
-        .expect("the binary starts");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success(), "{said}");
-    assert!(said.contains("state/volumes is a symbolic link"), "{said}");
-    let created = fs::read_dir(at("precious")).expect("a directory").count();
-    assert_eq!(created, 0, "{said}");
+    // Below the state directory for any user, and elsewhere for root.
+    let is_root = lchown(at("srv"), Some(NOBODY), None).is_ok();
+    let planted = [
+        (true, "state/volumes", "state/volumes is a symbolic link"),
+        (is_root, "srv/volumes", "is reached by a symbolic link"),
+        (is_root, "srv/real", "user nobody, who owns"),
+    ];
+    fs::create_dir(at("srv/real")).expect("a directory");
+    for (is_refused, volumes, why) in planted {
+        if !is_refused {
+            continue;
+        }
+        if !at(volumes).exists() {
+            symlink(at("precious"), at(volumes)).expect("a link");
+            let _ = lchown(at(volumes), Some(NOBODY), None);
+        }
+        let output = Command::new(env!("CARGO_BIN_EXE_farside"))
+            .args(["volume", "create", "disk0", "1M", "--directory"])
+            .arg(at(volumes))
+            .env("FARSIDE_CONFIG_DIR", at("etc"))
+            .env("FARSIDE_STATE_DIR", at("state"))
+            .env("FARSIDE_RUNTIME_DIR", at("run"))
+            .output()
+            .expect("the binary starts");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{said}");
+        assert!(said.contains(why), "{said}");
+        for name in ["precious", "srv/real"] {
+            let created = fs::read_dir(at(name)).expect("a directory").count();
+            assert_eq!(created, 0, "{said}");
+        }
+    }
 }

@@ -38,6 +38,7 @@ use farside_daemon::{DeviceId, LenderName};
 use farside_devices::{block::EngineChoice, nvme, virtio};
 pub use farside_devices::{block::Limits, virtio::net::Mac};
 use farside_discovery::Discovery;
+use farside_error_chain::Chain;
 use farside_fabric::{NtbLimits, VmShare, deserialize_optional_size};
 use farside_host_pci::Filter;
 use farside_lender_protocol::Address;
@@ -51,7 +52,7 @@ pub use crate::{
 };
 use crate::{
     registry::DEFAULT_KEEP_AT_MOST,
-    volumes::{VolumeError, Volumes},
+    volumes::{LockedVolumes, VolumeError, Volumes},
 };
 
 /// A lender's devices, listeners and fabric.
@@ -428,19 +429,25 @@ impl Config {
         })
     }
 
-    /// Adds the devices of the volumes that there are.
-    pub(crate) fn add_volumes(&mut self) -> Result<(), ConfigError> {
-        if let Some(directory) = &self.volumes {
-            let volumes = Volumes::new(directory.clone());
-            volumes.make_directory()?;
-            let volumes = volumes.list()?.into_iter();
-            self.device.extend(volumes.map(|volume| DeviceConfig {
-                id: volume.id,
-                source: volume.model.into(),
-                borrowers: volume.borrowers,
-            }));
+    /// Adds the devices of the volumes that there are, which do not change until the result is dropped.
+    pub(crate) fn add_volumes(&mut self) -> Result<Option<LockedVolumes>, ConfigError> {
+        let Some(directory) = &self.volumes else {
+            return Ok(None);
+        };
+        let volumes = Volumes::new(directory.clone())?;
+        volumes.make_directory()?;
+        let locked = volumes.lock()?;
+        let (volumes, errors) = volumes.list()?;
+        for error in errors {
+            log::error!("a volume is not lent: {}", Chain(&error));
         }
-        Ok(())
+        let devices = volumes.into_iter().map(|volume| DeviceConfig {
+            id: volume.id,
+            source: volume.model.into(),
+            borrowers: volume.borrowers,
+        });
+        self.device.extend(devices);
+        Ok(Some(locked))
     }
 
     /// Checks the constraints that the types do not express.

@@ -190,7 +190,8 @@ impl Lender {
     /// As [`Lender::start`], with sockets from the service manager. Connections to them wait until
     /// the devices are open.
     pub fn start_activated(mut config: Config, activated: Activated) -> Result<Self, StartError> {
-        config.add_volumes()?;
+        // `farside volume` goes on once it can connect.
+        let _unchanged = config.add_volumes()?;
         config.check()?;
         // Thirty functions with 2048 eventfds each exceed the usual limit.
         raise_open_files();

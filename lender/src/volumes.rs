@@ -6,19 +6,24 @@
 //! id does. The next process that changes a volume removes it.
 
 use std::{
-    fs::{self, DirBuilder, File, OpenOptions},
+    fs::{self, DirBuilder, File, OpenOptions, TryLockError},
     io::{self, Write},
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
-use farside_daemon::{DeviceId, paths::create_directory};
+use farside_daemon::{
+    DeviceId, FileLock, LockError,
+    files::read_bounded,
+    paths::{create_directory, owners},
+    user_name,
+};
 use farside_devices::block::LimitsError;
 use farside_fabric::Size;
-use rustix::{
-    fs::{FlockOperation, flock, statvfs},
-    io::Errno,
-};
+use farside_lender_protocol::MAX_DEVICES;
+use rustix::{fs::statvfs, process::geteuid};
+use serde::de::Error as _;
 use toml::{Table, Value};
 
 use crate::config::{Borrower, DeviceConfig, Model, Source};
@@ -29,6 +34,13 @@ const IMAGE: &str = "image";
 /// Ends of the names of directories that are not volumes yet, or not any more.
 const NEW: &str = ".new";
 const DELETED: &str = ".deleted";
+
+/// The file that a process locks that changes volumes, or reads them for a lender.
+const LOCK: &str = ".lock";
+const LOCK_LIMIT: Duration = Duration::from_secs(30);
+
+/// Most bytes of a table.
+const MAX_TABLE: u64 = 64 << 10;
 
 /// Sizes are multiples of this, bytes: a page, and a multiple of each model's block size.
 const GRANULARITY: u64 = 4096;
@@ -69,12 +81,44 @@ pub enum VolumeError {
         /// The I/O error.
         source: io::Error,
     },
-    /// A process changes volumes of the directory.
-    #[error("another process changes volumes in {}: try again", directory.display())]
-    Busy {
+    /// The directory is not given in full.
+    #[error("{} names different directories for different processes: give the volumes' directory as an absolute path", directory.display())]
+    Relative {
         /// The directory of volumes.
         directory: PathBuf,
     },
+    /// The directory is not the lender's.
+    #[error(
+        "the directory of volumes, {}, belongs to user {}, and this lender runs as {}: change its owner, or name another",
+        directory.display(), user_name(*owner), user_name(*user)
+    )]
+    Foreign {
+        /// The directory of volumes.
+        directory: PathBuf,
+        /// The user id of its owner.
+        owner: u32,
+        /// That of this process.
+        user: u32,
+    },
+    /// Another process changes volumes.
+    #[error("cannot lock the volumes in {} within {LOCK_LIMIT:?}", directory.display())]
+    Lock {
+        /// The directory of volumes.
+        directory: PathBuf,
+        /// Who has locked them.
+        source: LockError,
+    },
+    /// A file of the volumes' directory is not one of a volume.
+    #[error("{} is no volume's: remove it, or choose another id", path.display())]
+    NotAVolume {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A lender lends at most so many devices.
+    #[error(
+        "there are {MAX_DEVICES} volumes, as many as a lender lends: delete one, or start another lender"
+    )]
+    TooMany,
     /// A table is invalid.
     #[error("{path} is invalid", path = path.display())]
     Table {
@@ -92,7 +136,9 @@ pub enum VolumeError {
         source: LimitsError,
     },
     /// There is a volume of that name.
-    #[error("there is a volume {id}: choose another id, or delete it first")]
+    #[error(
+        "there is a volume {id}, with data, of another size or with other options: choose another id, or delete it first"
+    )]
     Exists {
         /// The volume.
         id: DeviceId,
@@ -105,8 +151,10 @@ pub enum VolumeError {
         /// The directory of volumes.
         directory: PathBuf,
     },
-    /// A process has opened the medium.
-    #[error("volume {id} is in use by another process: end it first")]
+    /// A process has locked the medium, by flock(2), as lenders do.
+    #[error(
+        "volume {id} is in use: a lender that does not answer here has it, or another process that has locked its image; end that first"
+    )]
     InUse {
         /// The volume.
         id: DeviceId,
@@ -122,7 +170,7 @@ pub enum VolumeError {
     /// A size above that of the file system.
     #[error(
         "volume {id}: {}, and the file system of {} has {} in all: choose a smaller size",
-        Size(*size), directory.display(), Size(*capacity)
+        Size(*size), directory.display(), Size(*capacity & !0xf_ffff)
     )]
     TooLarge {
         /// The volume.
@@ -167,55 +215,73 @@ fn sync(path: &Path) -> Result<(), VolumeError> {
         .map_err(failed("flush", path))
 }
 
+fn is_file(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|it| it.is_file())
+}
+
 impl Volumes {
     /// The volumes in a directory, which may be missing.
-    pub fn new(directory: PathBuf) -> Self {
-        Self { directory }
+    pub fn new(directory: PathBuf) -> Result<Self, VolumeError> {
+        match directory.is_absolute() {
+            true => Ok(Self { directory }),
+            false => Err(VolumeError::Relative { directory }),
+        }
     }
 
-    /// Makes the directory, for its user alone, if it is missing.
+    /// Makes the directory, for its user alone, if it is missing. It must be this user's.
     pub fn make_directory(&self) -> Result<(), VolumeError> {
-        create_directory(&self.directory).map_err(failed("make directory", &self.directory))
+        let owner = create_directory(&self.directory).and_then(|()| owners(&self.directory));
+        let (owner, _) = owner.map_err(failed("make directory", &self.directory))?;
+        let user = geteuid().as_raw();
+        match owner == user {
+            true => Ok(()),
+            false => Err(VolumeError::Foreign {
+                directory: self.directory.clone(),
+                owner,
+                user,
+            }),
+        }
     }
 
-    /// All volumes, by id.
-    pub fn list(&self) -> Result<Vec<Volume>, VolumeError> {
+    /// All volumes, by id, and those that cannot be lent.
+    pub fn list(&self) -> Result<(Vec<Volume>, Vec<VolumeError>), VolumeError> {
         let cannot = || failed("read", &self.directory);
-        let mut volumes = Vec::new();
+        let (mut volumes, mut errors) = (Vec::new(), Vec::new());
         for entry in fs::read_dir(&self.directory).map_err(cannot())? {
-            let entry = entry.map_err(cannot())?;
-            let name = entry.file_name().into_string();
+            let name = entry.map_err(cannot())?.file_name().into_string();
             let id = name.ok().and_then(|name| name.parse().ok());
-            let is_directory = entry.file_type().map_err(cannot())?.is_dir();
-            match id.filter(|_| is_directory).map(|id| self.read(&id)) {
-                // Deleted meanwhile.
+            let is_volume = |id: &DeviceId| self.check_exists(id).is_ok();
+            match id.filter(is_volume).map(|id| self.read(&id)) {
+                // Somebody else's, or deleted meanwhile.
                 None | Some(Err(VolumeError::Missing { .. })) => {}
-                Some(volume) => volumes.push(volume?),
+                Some(Ok(volume)) => volumes.push(volume),
+                Some(Err(error)) => errors.push(error),
             }
         }
         volumes.sort_by(|a, b| a.id.cmp(&b.id));
-        Ok(volumes)
+        Ok((volumes, errors))
     }
 
-    /// Keeps other processes from changing volumes until the result is dropped. Removes what killed ones have left.
-    pub fn lock(&self) -> Result<LockedVolumes<'_>, VolumeError> {
-        let cannot = || failed("open", &self.directory);
-        let lock = File::open(&self.directory).map_err(cannot())?;
-        flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|errno| match errno {
-            Errno::WOULDBLOCK => VolumeError::Busy {
-                directory: self.directory.clone(),
-            },
-            _ => failed("lock", &self.directory)(errno),
+    /// Keeps other processes from changing volumes, and lenders from reading them, until the result is dropped.
+    /// Removes what killed processes have left.
+    pub fn lock(&self) -> Result<LockedVolumes, VolumeError> {
+        let lock = FileLock::take(&self.directory.join(LOCK), LOCK_LIMIT);
+        let lock = lock.map_err(|source| VolumeError::Lock {
+            directory: self.directory.clone(),
+            source,
         })?;
+        let cannot = || failed("read", &self.directory);
         for entry in fs::read_dir(&self.directory).map_err(cannot())? {
-            let path = entry.map_err(cannot())?.path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            if name.starts_with('.') && [NEW, DELETED].iter().any(|end| name.ends_with(end)) {
-                fs::remove_dir_all(&path).map_err(failed("remove", &path))?;
+            let name = entry.map_err(cannot())?.file_name();
+            let left = name.to_str().and_then(|name| name.strip_prefix('.'));
+            let id =
+                left.and_then(|left| [NEW, DELETED].iter().find_map(|end| left.strip_suffix(end)));
+            if id.is_some_and(|id| id.parse::<DeviceId>().is_ok()) {
+                remove(&self.directory.join(&name))?;
             }
         }
         Ok(LockedVolumes {
-            volumes: self,
+            volumes: self.clone(),
             _lock: lock,
         })
     }
@@ -228,6 +294,37 @@ impl Volumes {
         self.directory.join(format!(".{id}{end}"))
     }
 
+    /// Refuses an id that no volume has: a directory with a table.
+    fn check_exists(&self, id: &DeviceId) -> Result<(), VolumeError> {
+        let path = self.path(id);
+        let is_directory = fs::symlink_metadata(&path).is_ok_and(|it| it.is_dir());
+        match is_directory && is_file(&path.join(TABLE)) {
+            true => Ok(()),
+            false => Err(self.missing(id)),
+        }
+    }
+
+    fn has_image(&self, id: &DeviceId) -> bool {
+        is_file(&self.path(id).join(IMAGE))
+    }
+
+    /// Opens the medium of a volume, which is a regular file.
+    fn open(&self, id: &DeviceId, options: &mut OpenOptions) -> Result<File, VolumeError> {
+        self.check_exists(id)?;
+        let image = self.path(id).join(IMAGE);
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let opened = options.custom_flags(flags).open(&image);
+        let file = opened.map_err(failed("open", &image))?;
+        match file
+            .metadata()
+            .map_err(failed("examine", &image))?
+            .is_file()
+        {
+            true => Ok(file),
+            false => Err(VolumeError::NotAVolume { path: image }),
+        }
+    }
+
     fn missing(&self, id: &DeviceId) -> VolumeError {
         VolumeError::Missing {
             id: id.clone(),
@@ -236,21 +333,17 @@ impl Volumes {
     }
 
     fn read(&self, id: &DeviceId) -> Result<Volume, VolumeError> {
-        let path = self.path(id);
-        let file = path.join(TABLE);
-        let cannot = |file: &Path, error: io::Error| match path.exists() {
-            true => failed("read", file)(error),
-            false => self.missing(id),
-        };
-        let text = fs::read_to_string(&file).map_err(|error| cannot(&file, error))?;
+        let file = self.path(id).join(TABLE);
+        let text = read_bounded(&file, MAX_TABLE).map_err(failed("use", &file))?;
+        let text = text.ok_or_else(|| self.missing(id))?;
         let wrong = |source| VolumeError::Table {
             path: file.clone(),
             source: Box::new(source),
         };
-        let table: Table = toml::from_str(&text).map_err(wrong)?;
-        let image = path.join(IMAGE);
+        let table: Table = toml::from_slice(&text).map_err(wrong)?;
         let (table, model, borrowers) = self.complete(id, table).map_err(wrong)?;
-        let metadata = fs::metadata(&image).map_err(|error| cannot(&image, error))?;
+        let image = self.open(id, OpenOptions::new().read(true))?;
+        let metadata = image.metadata().map_err(failed("examine", &file))?;
         Ok(Volume {
             id: id.clone(),
             model,
@@ -268,11 +361,15 @@ impl Volumes {
         id: &DeviceId,
         mut table: Table,
     ) -> Result<(Table, Model, Vec<Borrower>), toml::de::Error> {
-        let image = self.path(id).join(IMAGE).display().to_string();
+        let image = self.path(id).join(IMAGE);
+        let image = image.to_str().ok_or_else(|| {
+            let text = format!("its path is not UTF-8: {}", image.display());
+            toml::de::Error::custom(text)
+        })?;
         let model = table.get_mut("model").and_then(Value::as_table_mut);
         for (_, options) in model.into_iter().flatten() {
             if let Some(options) = options.as_table_mut() {
-                options.insert("image".into(), image.clone().into());
+                options.insert("image".into(), image.into());
             }
         }
         table.insert("id".into(), id.to_string().into());
@@ -280,7 +377,7 @@ impl Volumes {
         match device.source {
             Source::Model(model) => Ok((table, model, device.borrowers)),
             Source::Vfio(_) | Source::VfioUser(_) => {
-                Err(serde::de::Error::custom("a volume is a `model`"))
+                Err(toml::de::Error::custom("a volume is a `model`"))
             }
         }
     }
@@ -305,42 +402,57 @@ impl Volumes {
     }
 }
 
-/// Volumes that no other process changes.
-#[derive(Debug)]
-pub struct LockedVolumes<'a> {
-    volumes: &'a Volumes,
-    _lock: File,
-}
-
-impl LockedVolumes<'_> {
-    /// Refuses an id that no volume has.
-    pub fn check_exists(&self, id: &DeviceId) -> Result<(), VolumeError> {
-        match self.volumes.path(id).exists() {
-            true => Ok(()),
-            false => Err(self.volumes.missing(id)),
+/// Removes a volume's directory, and nothing but what a volume has.
+fn remove(path: &Path) -> Result<(), VolumeError> {
+    for name in [IMAGE, TABLE] {
+        let file = path.join(name);
+        match fs::remove_file(&file) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(failed("remove", &file)(error));
+            }
+            _ => {}
         }
     }
+    fs::remove_dir(path).map_err(failed("remove", path))
+}
 
+/// Volumes that no other process changes.
+#[derive(Debug)]
+pub struct LockedVolumes {
+    volumes: Volumes,
+    _lock: FileLock,
+}
+
+impl LockedVolumes {
     /// Creates a volume of `size` bytes, which reads as zeroes, and which `table` describes, a `[[device]]` table
-    /// without id and image.
+    /// without id and image. One that is as it would be, and that has never been written to, is taken.
     pub fn create(&self, id: &DeviceId, size: u64, table: Table) -> Result<Volume, VolumeError> {
-        let (volumes, path) = (self.volumes, self.volumes.path(id));
-        if path.exists() {
-            return Err(VolumeError::Exists { id: id.clone() });
+        let (volumes, path) = (&self.volumes, self.volumes.path(id));
+        let text = table.to_string();
+        let completed = volumes.complete(id, table);
+        let (table, model, _) = completed.map_err(|source| VolumeError::Table {
+            path: path.join(TABLE),
+            source: Box::new(source),
+        })?;
+        if volumes.check_exists(id).is_ok() {
+            let there = volumes.read(id)?;
+            return match there.table == table && (there.size, there.used) == (size, 0) {
+                true => Ok(there),
+                false => Err(VolumeError::Exists { id: id.clone() }),
+            };
+        }
+        if fs::symlink_metadata(&path).is_ok() {
+            return Err(VolumeError::NotAVolume { path });
         }
         volumes.check_size(id, size)?;
-        let text = table.to_string();
-        let (_, model, _) = volumes
-            .complete(id, table)
-            .map_err(|source| VolumeError::Table {
-                path: path.join(TABLE),
-                source: Box::new(source),
-            })?;
         let (_, limits, _) = model.medium();
         limits.validate().map_err(|source| VolumeError::Limits {
             id: id.clone(),
             source,
         })?;
+        if volumes.list()?.0.len() >= MAX_DEVICES {
+            return Err(VolumeError::TooMany);
+        }
         let new = volumes.beside(id, NEW);
         DirBuilder::new()
             .mode(0o700)
@@ -361,12 +473,33 @@ impl LockedVolumes<'_> {
             .and_then(|()| sync(&new))
             .and_then(|()| fs::rename(&new, &path).map_err(failed("name", &path)));
         if let Err(error) = written {
-            // Best effort: the next process does it else.
-            let _ = fs::remove_dir_all(&new);
+            // The next process does it else.
+            let _ = remove(&new);
             return Err(error);
         }
         sync(&volumes.directory)?;
         volumes.read(id)
+    }
+
+    /// Whether a lender, or another process, has locked the medium of a volume.
+    pub fn is_in_use(&self, id: &DeviceId) -> Result<bool, VolumeError> {
+        self.volumes.check_exists(id)?;
+        match self.volumes.has_image(id) {
+            true => Ok(self.lock_image(id)?.is_none()),
+            false => Ok(false),
+        }
+    }
+
+    /// Locks the medium as models do. `None` if a process has locked it.
+    fn lock_image(&self, id: &DeviceId) -> Result<Option<File>, VolumeError> {
+        let image = self.volumes.open(id, OpenOptions::new().read(true))?;
+        match image.try_lock() {
+            Ok(()) => Ok(Some(image)),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => {
+                Err(failed("lock", &self.volumes.path(id).join(IMAGE))(error))
+            }
+        }
     }
 
     /// Has the medium of a volume grow to `size` bytes, which lenders and guests do not see yet.
@@ -381,37 +514,35 @@ impl LockedVolumes<'_> {
             });
         }
         self.volumes.check_size(id, size)?;
-        let image = self.volumes.path(id).join(IMAGE);
-        OpenOptions::new()
-            .write(true)
-            .open(&image)
-            .and_then(|file| file.set_len(size).and_then(|()| file.sync_all()))
-            .map_err(failed("resize", &image))
+        let image = self.volumes.open(id, OpenOptions::new().write(true))?;
+        image
+            .set_len(size)
+            .and_then(|()| image.sync_all())
+            .map_err(failed("resize", &self.volumes.path(id).join(IMAGE)))
     }
 
-    /// Deletes a volume, which no process has opened, with its data.
+    /// Deletes a volume, which is not in use, with its data. A volume without a medium can be deleted, too.
     pub fn delete(&self, id: &DeviceId) -> Result<(), VolumeError> {
-        let (volumes, path) = (self.volumes, self.volumes.path(id));
-        self.check_exists(id)?;
-        // As models lock it. A volume whose image was removed can be deleted, too.
-        let image = path.join(IMAGE);
-        let _lock = match File::open(&image) {
-            Ok(file) => {
-                flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(
-                    |errno| match errno {
-                        Errno::WOULDBLOCK => VolumeError::InUse { id: id.clone() },
-                        _ => failed("lock", &image)(errno),
-                    },
-                )?;
-                Some(file)
+        let (volumes, path) = (&self.volumes, self.volumes.path(id));
+        volumes.check_exists(id)?;
+        let cannot = || failed("read", &path);
+        for entry in fs::read_dir(&path).map_err(cannot())? {
+            let entry = entry.map_err(cannot())?;
+            if ![IMAGE, TABLE].iter().any(|name| entry.file_name() == *name) {
+                return Err(VolumeError::NotAVolume { path: entry.path() });
             }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            Err(error) => return Err(failed("open", &image)(error)),
+        }
+        let _lock = match volumes.has_image(id) {
+            true => Some(
+                self.lock_image(id)?
+                    .ok_or_else(|| VolumeError::InUse { id: id.clone() })?,
+            ),
+            false => None,
         };
         let deleted = volumes.beside(id, DELETED);
         fs::rename(&path, &deleted).map_err(failed("rename", &path))?;
         sync(&volumes.directory)?;
-        fs::remove_dir_all(&deleted).map_err(failed("remove", &deleted))
+        remove(&deleted)
     }
 }
 

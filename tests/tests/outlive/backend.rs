@@ -426,6 +426,7 @@ fn a_backend_that_is_killed_in_any_state_goes_on_there() {
     let kills = std::thread::scope(|scope| {
         let killer = scope.spawn(|| {
             let (most, mut kills) = (2 * kills() as u64, 0);
+            let (mut since, mut early) = (0, 0);
             while !over.load(Ordering::Acquire) && kills < most {
                 // Once in a while when it has hardly begun; less than 100 times in 10 s.
                 let time = match others.below(4) {
@@ -433,6 +434,13 @@ fn a_backend_that_is_killed_in_any_state_goes_on_there() {
                     _ => 100_000 + others.below(150_000),
                 };
                 std::thread::sleep(Duration::from_micros(time));
+                // A keeper gives up after five in a row that it has not seen ready; they are once their sockets are there.
+                let patience = if early < 3 { Duration::ZERO } else { TIMEOUT };
+                match keeper.wait_log_since(since, "/control", patience) {
+                    Ok(_) => early = 0,
+                    Err(_) => early += 1,
+                }
+                since = keeper.log_lines();
                 for backend in keeper.children() {
                     // It may have ended.
                     kills += u64::from(kill_process(backend, Signal::KILL).is_ok());

@@ -433,7 +433,7 @@ fn has_volumes_where_they_are_configured(machine: &Machine) -> Result<()> {
     for part in [
         "farside:farside 700 volumes\n",
         "farside:farside 600 volumes/disk8/image\n",
-        "disk8 ",
+        "farside NVMe, 8 MiB",
         "disk8 has 16 MiB (was 8 MiB)",
         "disk8 is deleted",
     ] {
