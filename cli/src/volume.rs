@@ -114,23 +114,29 @@ pub(crate) fn run(args: &Volume) -> anyhow::Result<()> {
     let (directory, socket) = places(args)?;
     act_as_owner(&directory)?;
     let volumes = Volumes::new(directory)?;
-    // With socket activation, this starts the lender, which waits for the lock.
-    let lender = connect(&socket)?;
-    if let Verb::List { json } = &args.verb {
-        return list(&volumes, lender, *json);
-    }
-    let locked = volumes.lock()?;
-    // One that has started meanwhile has read the volumes.
-    let lender = match lender {
-        Some(lender) => Some(lender),
-        None => connect(&socket)?,
-    };
     match &args.verb {
-        Verb::Create(create) => create.run(&locked, lender),
-        Verb::Resize { id, size } => resize(&locked, lender, id, *size),
-        Verb::Delete { id } => delete(&locked, lender, id),
-        Verb::List { .. } => Ok(()),
+        Verb::Create(create) => {
+            let (locked, lender) = lock(&volumes, &socket)?;
+            create.run(&locked, lender)
+        }
+        Verb::List { json } => list(&volumes, connect(&socket)?, *json),
+        Verb::Resize { id, size } => {
+            let (locked, lender) = lock(&volumes, &socket)?;
+            resize(&locked, lender, id, *size)
+        }
+        Verb::Delete { id } => {
+            let (locked, lender) = lock(&volumes, &socket)?;
+            delete(&locked, lender, id)
+        }
     }
+}
+
+/// Locks the volumes; with the lender, if one runs, which has read them as they are.
+fn lock(volumes: &Volumes, socket: &Path) -> anyhow::Result<(LockedVolumes, Option<Client>)> {
+    // With socket activation, this starts the lender, which takes the lock meanwhile.
+    drop(connect(socket)?);
+    let locked = volumes.lock()?;
+    Ok((locked, connect(socket)?))
 }
 
 /// The directory of volumes, and the lender's socket.
