@@ -3,10 +3,25 @@
 use std::{
     fs,
     os::unix::fs::{lchown, symlink},
+    path::Path,
     process::Command,
 };
 
 const NOBODY: u32 = 65534;
+
+/// Runs `farside`, which fails, and returns what it prints as errors.
+fn refused(directory: &Path, args: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_farside"))
+        .args(args)
+        .env("FARSIDE_CONFIG_DIR", directory.join("etc"))
+        .env("FARSIDE_STATE_DIR", directory.join("state"))
+        .env("FARSIDE_RUNTIME_DIR", directory.join("run"))
+        .output()
+        .expect("the binary starts");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{said}");
+    said
+}
 
 #[test]
 fn a_command_does_not_create_files_behind_a_planted_link() {
@@ -20,15 +35,7 @@ fn a_command_does_not_create_files_behind_a_planted_link() {
     symlink(at("precious"), &link).expect("a link");
     // Only root may; a link of this user is refused, too.
     let _ = lchown(&link, Some(NOBODY), None);
-    let output = Command::new(env!("CARGO_BIN_EXE_farside"))
-        .args(["start", "web1"])
-        .env("FARSIDE_CONFIG_DIR", at("etc"))
-        .env("FARSIDE_STATE_DIR", at("state"))
-        .env("FARSIDE_RUNTIME_DIR", at("run"))
-        .output()
-        .expect("the binary starts");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success(), "{said}");
+    let said = refused(directory.path(), &["start", "web1"]);
     assert!(said.contains("state/vm is a symbolic link"), "{said}");
     let created = fs::read_dir(at("precious")).expect("a directory").count();
     assert_eq!(created, 0, "{said}");
@@ -57,16 +64,9 @@ fn a_volume_is_not_made_behind_a_planted_link() {
             symlink(at("precious"), at(volumes)).expect("a link");
             let _ = lchown(at(volumes), Some(NOBODY), None);
         }
-        let output = Command::new(env!("CARGO_BIN_EXE_farside"))
-            .args(["volume", "create", "disk0", "1M", "--directory"])
-            .arg(at(volumes))
-            .env("FARSIDE_CONFIG_DIR", at("etc"))
-            .env("FARSIDE_STATE_DIR", at("state"))
-            .env("FARSIDE_RUNTIME_DIR", at("run"))
-            .output()
-            .expect("the binary starts");
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success(), "{said}");
+        let volumes = at(volumes).display().to_string();
+        let create = ["volume", "create", "disk0", "1M", "--directory", &volumes];
+        let said = refused(directory.path(), &create);
         assert!(said.contains(why), "{said}");
         for name in ["precious", "srv/real"] {
             let created = fs::read_dir(at(name)).expect("a directory").count();

@@ -20,6 +20,7 @@ use farside_daemon::{
     user_name,
 };
 use farside_devices::block::LimitsError;
+use farside_error_chain::Chain;
 use farside_fabric::Size;
 use farside_lender_protocol::MAX_DEVICES;
 use rustix::{fs::statvfs, process::geteuid};
@@ -272,12 +273,17 @@ impl Volumes {
         })?;
         let cannot = || failed("read", &self.directory);
         for entry in fs::read_dir(&self.directory).map_err(cannot())? {
-            let name = entry.map_err(cannot())?.file_name();
+            let entry = entry.map_err(cannot())?;
+            let name = entry.file_name();
             let left = name.to_str().and_then(|name| name.strip_prefix('.'));
             let id =
                 left.and_then(|left| [NEW, DELETED].iter().find_map(|end| left.strip_suffix(end)));
-            if id.is_some_and(|id| id.parse::<DeviceId>().is_ok()) {
-                remove(&self.directory.join(&name))?;
+            let is_directory = entry.file_type().is_ok_and(|kind| kind.is_dir());
+            if is_directory
+                && id.is_some_and(|id| id.parse::<DeviceId>().is_ok())
+                && let Err(error) = remove(&entry.path())
+            {
+                log::warn!("{}", Chain(&error));
             }
         }
         Ok(LockedVolumes {

@@ -145,7 +145,11 @@ fn what_is_no_volumes_is_left_alone() {
         fs::create_dir(at(name)).unwrap();
     }
     fs::write(at("file"), "").unwrap();
-    std::os::unix::fs::symlink(&precious, at("link")).unwrap();
+    for link in ["link", ".link.new"] {
+        std::os::unix::fs::symlink(&precious, at(link)).unwrap();
+    }
+    fs::create_dir(at(".full.new")).unwrap();
+    fs::write(at(".full.new/notes"), "").unwrap();
     for name in ["plain", "file", "link"] {
         let deleted = locked.delete(&id(name)).unwrap_err();
         assert!(matches!(deleted, VolumeError::Missing { .. }), "{deleted}");
@@ -182,7 +186,7 @@ fn what_is_no_volumes_is_left_alone() {
     volumes.lock().unwrap();
     assert_eq!(
         (hidden(&volumes), fs::read_dir(&precious).unwrap().count()),
-        (2, 3)
+        (4, 3)
     );
     assert!(fs::read(precious.join(IMAGE)).unwrap().len() < 100);
 }
