@@ -134,3 +134,39 @@ pub fn relayed_interrupts_carry_io_and_are_counted_alike(
     guest.power_off()?;
     passed()
 }
+
+/// While bus mastering is off, QEMU drops message-signalled interrupts. Linux's virtio-blk driver waits for each one, its
+/// NVMe driver for 30 seconds.
+pub fn interrupts_that_are_lost_without_bus_mastering_are_raised_again(
+    cluster: &Cluster,
+) -> anyhow::Result<Completion> {
+    let disk = |name: &str| {
+        let image = cluster.image(name, 64 * MIB)?;
+        anyhow::Ok(format!("{name}={}", image.display()))
+    };
+    let _lender = cluster.lend(&["--nvme", &disk("disk0")?, "--virtio-blk", &disk("disk1")?])?;
+    let _backend = cluster.serve("a", &["disk0", "disk1"]).start()?;
+    let guest = cluster.guest("a").cpus(2).whole().boot()?;
+    guest.sh("modprobe virtio_blk")?;
+    for disk in ["nvme0n1", "vda"] {
+        guest.wait_path(&format!("/dev/{disk}"), SHORT)?;
+        let bdf = guest.sh(&format!(
+            "readlink -f /sys/block/{disk} | grep -o '[0-9a-f]*:[0-9a-f:.]*' | tail -n 1"
+        ))?;
+        let load = format!(
+            "fio --output-format=terse --name=load --filename=/dev/{disk} --direct=1 --ioengine=libaio --rw=randread \
+             --bs=4k --iodepth=8 --numjobs=2 --time_based --runtime=8"
+        );
+        let load = guest.exec_start(&load, SHORT)?;
+        guest.sh(&format!(
+            "for n in $(seq 60); do setpci -s {bdf} COMMAND=0:4; setpci -s {bdf} COMMAND=4:4; done"
+        ))?;
+        // Killed at its timeout if it waits for an interrupt.
+        let output = load.wait()?;
+        ensure!(output.success(), "{disk}: {output}");
+        let timeouts = guest.exec("dmesg | grep -i timeout", SHORT)?;
+        ensure!(!timeouts.success(), "{disk}: {timeouts}");
+    }
+    guest.power_off()?;
+    passed()
+}

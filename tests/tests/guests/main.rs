@@ -72,6 +72,7 @@ fn main() {
         interrupts::intx_on_an_i440fx_carries_io,
         interrupts::a_driver_of_a_shared_line_takes_its_interrupts,
         interrupts::relayed_interrupts_carry_io_and_are_counted_alike,
+        interrupts::interrupts_that_are_lost_without_bus_mastering_are_raised_again,
         isolation::dma_reaches_guest_ram_and_nothing_else,
         life::nothing_is_pinned_before_bus_master_enable_and_after_its_end,
         life::a_guest_reboots_and_a_vm_starts_again,

@@ -502,10 +502,18 @@ impl Nvme {
         {
             self.fatal(fault);
         }
-        self.queues
-            .interrupt(bus.irq, self.registers.interrupt_mask);
+        self.interrupt_driver(bus);
         self.save_changes();
         busy
+    }
+
+    /// A function that is no bus master sends no messages (PCIe 6.0, 7.5.1.1.3).
+    fn interrupt_driver(&mut self, bus: &mut Bus<'_>) {
+        let mask = self.registers.interrupt_mask;
+        match bus.dma.is_bus_master() {
+            true => self.queues.interrupt(bus.irq, mask),
+            false => self.queues.update_line(bus.irq, mask),
+        }
     }
 
     /// Enables the guest's notifications, then returns whether there is work already.

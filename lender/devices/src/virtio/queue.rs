@@ -128,6 +128,11 @@ impl VirtQueue {
         self.interrupt_is_due = true;
     }
 
+    /// Has the driver interrupted again for what was given back.
+    pub(super) fn repeat_interrupt(&mut self) {
+        self.interrupt_is_due = true;
+    }
+
     /// Entries.
     pub(super) fn size(&self) -> u16 {
         self.queue.size()

@@ -106,8 +106,7 @@ impl Device for Nvme {
         self.on(bus, |nvme, bus| {
             nvme.turn_block(bus);
             nvme.advance(bus);
-            nvme.queues
-                .interrupt(bus.irq, nvme.registers.interrupt_mask);
+            nvme.interrupt_driver(bus);
         });
         let quiet = self.slots.busy() == 0;
         self.rest();
@@ -120,6 +119,10 @@ impl Device for Nvme {
 
     fn resume(&mut self, bus: &mut Bus<'_>) {
         self.quiesced = false;
+        // QEMU drops a message that it has not delivered by then.
+        if !bus.dma.is_bus_master() {
+            self.queues.interrupt_all();
+        }
         self.on(bus, Self::advance);
         self.save_changes();
     }

@@ -233,6 +233,34 @@ fn without_bus_master_enable_an_enabled_controller_waits() {
 }
 
 #[test]
+fn interrupts_are_raised_again_when_bus_mastering_is_enabled_again() {
+    on_each_engine(|driver| {
+        driver.submit(1, Sqe::new(1).nsid(1).prp(DATA, 0).blocks(0, 8));
+        driver.poll();
+        let stop = |driver: &mut Driver, bus_master| {
+            while !driver.with(|nvme, bus| nvme.quiesce(bus)) {
+                std::thread::yield_now();
+            }
+            driver.memory.bus_master = bus_master;
+            driver.with(|nvme, bus| nvme.resume(bus));
+            // These have not reached the guest.
+            driver.irq.raised.clear();
+            driver.poll();
+            assert!(driver.irq.raised.is_empty(), "{:?}", driver.irq.raised);
+        };
+        stop(driver, false);
+        driver.memory.bus_master = true;
+        driver.poll();
+        assert_eq!(driver.irq.raised, [0u16, 1], "once for each queue");
+        driver.poll();
+        assert_eq!(driver.irq.raised, [0u16, 1]);
+        assert_eq!(driver.take(1).expect("a completion").status, OK);
+        // While memory is unmapped it stays bus master, and no interrupt is lost.
+        stop(driver, true);
+    });
+}
+
+#[test]
 fn function_reset_is_power_on() {
     on_each_engine(|driver| {
         driver.configure_doorbells();

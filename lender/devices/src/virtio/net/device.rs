@@ -92,6 +92,10 @@ impl Device for VirtioNet {
 
     fn resume(&mut self, bus: &mut Bus<'_>) {
         self.quiesced = false;
+        // QEMU drops a message that it has not delivered by then.
+        if !bus.dma.is_bus_master() {
+            self.transport.repeat_interrupts();
+        }
         self.advance(bus);
         self.save_changes();
     }

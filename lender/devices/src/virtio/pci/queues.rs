@@ -204,6 +204,17 @@ impl Transport {
         }
     }
 
+    /// Has the driver interrupted again, once the device is running: it may have missed the interrupts before.
+    pub(in crate::virtio) fn repeat_interrupts(&mut self) {
+        for state in &mut self.queues {
+            if let Some(queue) = &mut state.queue {
+                queue.repeat_interrupt();
+                state.returned = true;
+            }
+        }
+        self.repeat_config_change();
+    }
+
     /// Has the driver notify. Returns whether there are requests already.
     pub(in crate::virtio) fn enable_notifications(&mut self, bus: &mut Bus<'_>) -> bool {
         let mut pending = false;

@@ -409,6 +409,29 @@ fn without_bus_mastering_memory_is_not_touched() {
 }
 
 #[test]
+fn interrupts_are_raised_again_when_bus_mastering_is_enabled_again() {
+    on_each_form(|driver| {
+        driver.request(0, READ, 0, &[writable(DATA, 512)]);
+        driver.poll();
+        while !driver.with(|device, bus| device.quiesce(bus)) {
+            std::thread::yield_now();
+        }
+        driver.memory.bus_master = false;
+        driver.with(|device, bus| device.resume(bus));
+        // These have not reached the guest.
+        driver.irq.raised.clear();
+        driver.poll();
+        assert!(driver.irq.raised.is_empty(), "{:?}", driver.irq.raised);
+        driver.memory.bus_master = true;
+        driver.poll();
+        assert_eq!(driver.irq.raised, [1u16, 2, 0], "queues, configuration");
+        driver.poll();
+        assert_eq!(driver.irq.raised, [1u16, 2, 0]);
+        assert!(driver.take(0).is_some());
+    });
+}
+
+#[test]
 fn a_medium_that_fails_is_a_problem() {
     let mut driver = Driver::ready(|_| {});
     let file = std::fs::File::options().write(true).open(&driver.image);

@@ -458,6 +458,22 @@ fn a_quiesced_device_moves_nothing_and_loses_nothing() {
 }
 
 #[test]
+fn interrupts_are_raised_again_when_bus_mastering_is_enabled_again() {
+    let Some(mut driver) = Driver::with_buffers(0, 8) else {
+        return;
+    };
+    assert!(driver.with(|device, bus| device.quiesce(bus)));
+    driver.memory.bus_master = false;
+    driver.with(|device, bus| device.resume(bus));
+    driver.irq.raised.clear();
+    driver.poll();
+    assert!(driver.irq.raised.is_empty(), "{:?}", driver.irq.raised);
+    driver.memory.bus_master = true;
+    driver.poll();
+    assert_eq!(driver.irq.raised, [1u16, 2], "queues");
+}
+
+#[test]
 fn an_interface_that_is_down_is_a_problem_and_costs_the_guest_frames() {
     let Some(mut driver) = Driver::with_buffers(0, 8) else {
         return;
