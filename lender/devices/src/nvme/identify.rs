@@ -138,7 +138,9 @@ pub fn controller(names: &Names, doorbell_buffer: bool, shared: Option<u16>) -> 
     data.put8(525, CACHE_PRESENT | FLUSH_ALL); // VWC
     // AWUN, AWUPF: 0, one block.
     const SGL_BYTE_ALIGNED: u32 = 1;
-    data.put32(536, SGL_BYTE_ALIGNED); // SGLS
+    // Linux describes a user's buffer by an SGL as a whole, however little the command transfers.
+    const SGL_MAY_BE_LONGER: u32 = 1 << 18;
+    data.put32(536, SGL_BYTE_ALIGNED | SGL_MAY_BE_LONGER); // SGLS
     let nqn = format!(
         "nqn.2014-08.org.nvmexpress:{VENDOR_ID:04x}{DEVICE_ID:04x}:farside:{}",
         names.serial

@@ -47,8 +47,8 @@ impl Descriptor {
     }
 }
 
-/// Appends the host memory behind the SGL that starts with `first`, which must
-/// describe exactly `len` bytes.
+/// Appends the host memory of the first `len` bytes behind the SGL that starts with `first`, which
+/// may describe more (SGLS bit 18).
 pub fn gather(
     dma: &mut dyn Dma,
     first: &[u8; 16],
@@ -68,7 +68,6 @@ pub fn gather(
     } else {
         walk.segments(first)?;
     }
-    // Any other length is an error: SGLS bit 18 is clear.
     match walk.left {
         0 => Ok(()),
         _ => Err(Status::SGL_LENGTH_INVALID),
@@ -139,11 +138,8 @@ impl Walk<'_> {
     }
 
     fn data(&mut self, block: &Descriptor) -> Result<(), Status> {
-        let len = u64::from(block.len);
-        self.left = self
-            .left
-            .checked_sub(len)
-            .ok_or(Status::SGL_LENGTH_INVALID)?;
+        let len = u64::from(block.len).min(self.left);
+        self.left -= len;
         if len == 0 {
             return Ok(());
         }
