@@ -13,7 +13,7 @@ use crate::progress::Progress;
 use crate::{elf, modules, recipe};
 
 /// Incremented when the code below changes the result of the same recipe.
-const MAKER: &str = "3";
+const MAKER: &str = "4";
 
 /// The list of modules that init loads, in the guest: one file per line.
 pub(crate) const MODULE_LIST: &str = "etc/farside/modules";
@@ -25,6 +25,8 @@ pub(crate) struct Debian {
     directory: PathBuf,
     /// The guest's kernel.
     pub(crate) kernel: PathBuf,
+    /// The configuration that it was built with.
+    pub(crate) kernel_config: PathBuf,
 }
 
 impl Debian {
@@ -66,15 +68,19 @@ impl Debian {
         Ok(Debian {
             key,
             kernel: directory.join("vmlinuz"),
+            kernel_config: directory.join("config"),
             directory,
         })
     }
 }
 
 fn make_guest(root: &Path, directory: &Path) -> Result<()> {
-    let (release, kernel) = find_kernel(root)?;
-    let to = directory.join("vmlinuz");
-    fs::copy(&kernel, &to).with_context(|| format!("copying {}", kernel.display()))?;
+    let release = kernel_release(root)?;
+    for part in ["vmlinuz", "config"] {
+        let from = kernel_file(root, &release, part)?;
+        fs::copy(&from, directory.join(part))
+            .with_context(|| format!("copying {}", from.display()))?;
+    }
     let modules = root.join("usr/lib/modules").join(&release);
 
     write_archive(&directory.join("userland.cpio"), |archive| {
@@ -175,23 +181,26 @@ fn add_modules<W: Write>(
     archive.copy(format!("{directory}/modules.builtin"), &builtin)
 }
 
-/// The kernel's release and image: its path differs between Debian's releases.
-fn find_kernel(root: &Path) -> Result<(String, PathBuf)> {
+/// The release of the kernel in the packages.
+fn kernel_release(root: &Path) -> Result<String> {
     let directory = root.join("usr/lib/modules");
-    let release = fs::read_dir(&directory)
+    fs::read_dir(&directory)
         .with_context(|| format!("listing {}", directory.display()))?
         .flatten()
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
         .max()
-        .with_context(|| format!("no kernel in {}", directory.display()))?;
+        .with_context(|| format!("no kernel in {}", directory.display()))
+}
+
+/// The kernel's `vmlinuz` or `config`: the path differs between Debian's releases.
+fn kernel_file(root: &Path, release: &str, name: &str) -> Result<PathBuf> {
     [
-        directory.join(&release).join("vmlinuz"),
-        root.join("boot").join(format!("vmlinuz-{release}")),
+        root.join("usr/lib/modules").join(release).join(name),
+        root.join("boot").join(format!("{name}-{release}")),
     ]
     .into_iter()
     .find(|path| path.exists())
-    .map(|path| (release.clone(), path))
-    .with_context(|| format!("the packages brought no image of the kernel {release}"))
+    .with_context(|| format!("the packages brought no {name} of the kernel {release}"))
 }
 
 fn remove(directory: &Path) -> Result<()> {

@@ -163,6 +163,11 @@ impl Testbed {
         &self.0.debian.kernel
     }
 
+    /// The configuration that the guest's kernel was built with, as in `/boot/config-RELEASE`.
+    pub fn kernel_config(&self) -> &Path {
+        &self.0.debian.kernel_config
+    }
+
     /// The same kernel's ELF image, which a machine with a BIOS starts without
     /// decompression: on an emulated CPU decompression takes as long as the rest of the
     /// boot until init.

@@ -256,6 +256,7 @@ pub(crate) const MODULES: &[&str] = &[
     "nls_cp437",
     "nls_iso8859_1",
     "nls_utf8",
+    "nvme_loop",
     "nvme_tcp",
     "nvmet_tcp",
     "ocfs2",
