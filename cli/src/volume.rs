@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
@@ -119,7 +120,7 @@ pub(crate) fn run(args: &Volume) -> anyhow::Result<()> {
             let (locked, lender) = lock(&volumes, &socket)?;
             create.run(&locked, lender)
         }
-        Verb::List { json } => list(&volumes, connect(&socket)?, *json),
+        Verb::List { json } => list(&volumes, lender_of(&volumes, &socket)?, *json),
         Verb::Resize { id, size } => {
             let (locked, lender) = lock(&volumes, &socket)?;
             resize(&locked, lender, id, *size)
@@ -136,7 +137,20 @@ fn lock(volumes: &Volumes, socket: &Path) -> anyhow::Result<(LockedVolumes, Opti
     // With socket activation, this starts the lender, which takes the lock meanwhile.
     drop(connect(socket)?);
     let locked = volumes.lock()?;
-    Ok((locked, connect(socket)?))
+    Ok((locked, lender_of(volumes, socket)?))
+}
+
+/// The lender at this socket, if one runs, which must be the one that lends these volumes.
+fn lender_of(volumes: &Volumes, socket: &Path) -> anyhow::Result<Option<Client>> {
+    let lender = connect(socket)?;
+    match volumes.socket()? {
+        Some(theirs) if lender.is_some() && theirs != socket => bail!(
+            "these volumes are those of the lender at {}, and not of that at {}: give --directory and --socket of one lender",
+            theirs.display(),
+            socket.display()
+        ),
+        _ => Ok(lender),
+    }
 }
 
 /// The directory of volumes, and the lender's socket.
@@ -159,7 +173,7 @@ fn places(args: &Volume) -> anyhow::Result<(PathBuf, PathBuf)> {
         )
     })?;
     let socket = args.socket.clone().unwrap_or(config.socket);
-    Ok((directory, socket))
+    Ok((directory, std::path::absolute(socket)?))
 }
 
 /// Root takes on the rights of the directory's owner, the lender's user: what it does there, that user can do, and
@@ -174,23 +188,26 @@ fn act_as_owner(directory: &Path) -> anyhow::Result<()> {
     if !geteuid().is_root() {
         return Ok(());
     }
-    // A link of another user could lead root to any directory, and make it act as its owner.
+    // Another user could lead root to any directory by a link, and make it act as its owner.
     let real = directory.canonicalize()?;
     if real != directory {
         bail!(
-            "{} is reached by a symbolic link: root uses directories of volumes by their own paths, here {}",
+            "the path {} contains `..` or a symbolic link: root uses a directory of volumes by its own path, here {}",
             directory.display(),
             real.display()
         );
     }
+    const OTHERS_WRITE: u32 = 0o002;
+    const STICKY: u32 = 0o1000;
     for above in directory.ancestors().skip(1) {
-        let (owner, _) = paths::owners(above)?;
-        if ![0, uid].contains(&owner) {
+        let metadata = above.metadata()?;
+        let is_open = metadata.mode() & (OTHERS_WRITE | STICKY) == OTHERS_WRITE;
+        if is_open || ![0, uid].contains(&metadata.uid()) {
             bail!(
-                "user {}, who owns {}, could replace {}, the directory of volumes: choose another, or run this command as user {}",
-                user_name(owner),
-                above.display(),
+                "users other than {} could replace {}, the directory of volumes, because of owner or mode of {}: choose another, or run this command as {}",
+                user_name(uid),
                 directory.display(),
+                above.display(),
                 user_name(uid)
             );
         }
@@ -263,6 +280,7 @@ fn resize(
 }
 
 fn delete(volumes: &LockedVolumes, lender: Option<Client>, id: &DeviceId) -> anyhow::Result<()> {
+    volumes.check_deletable(id)?;
     let Some(mut lender) = lends(lender, volumes, id)? else {
         volumes.delete(id)?;
         println!("{id} is deleted");
@@ -298,7 +316,9 @@ impl Create {
                 Ok(())
             }
             Err(CallError::Refused(refused)) => {
-                volumes.delete(id)?;
+                if let Err(error) = volumes.delete(id) {
+                    log::warn!("{}", Chain(&error));
+                }
                 Err(refused.into())
             }
             Err(error) => Err(error).with_context(|| {
@@ -339,7 +359,7 @@ fn list(volumes: &Volumes, lender: Option<Client>, json: bool) -> anyhow::Result
     }
     let errors: Vec<_> = errors
         .iter()
-        .map(|error| Chain(error).to_string())
+        .map(|(_, error)| Chain(error).to_string())
         .collect();
     match errors.is_empty() {
         true => Ok(()),

@@ -52,8 +52,8 @@ fn a_volume_is_not_made_behind_a_planted_link() {
     let is_root = lchown(at("srv"), Some(NOBODY), None).is_ok();
     let planted = [
         (true, "state/volumes", "state/volumes is a symbolic link"),
-        (is_root, "srv/volumes", "is reached by a symbolic link"),
-        (is_root, "srv/real", "user nobody, who owns"),
+        (is_root, "srv/volumes", "contains `..` or a symbolic link"),
+        (is_root, "srv/real", "users other than root could replace"),
     ];
     fs::create_dir(at("srv/real")).expect("a directory");
     for (is_refused, volumes, why) in planted {

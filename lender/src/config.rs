@@ -32,16 +32,18 @@
 //! assert_eq!(config.device.len(), 6);
 //! ```
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+};
 
 use farside_daemon::{DeviceId, LenderName};
 use farside_devices::{block::EngineChoice, nvme, virtio};
 pub use farside_devices::{block::Limits, virtio::net::Mac};
 use farside_discovery::Discovery;
-use farside_error_chain::Chain;
 use farside_fabric::{NtbLimits, VmShare, deserialize_optional_size};
 use farside_host_pci::Filter;
-use farside_lender_protocol::Address;
+use farside_lender_protocol::{Address, MAX_DEVICES};
 use farside_pci::Bdf;
 use farside_vfio::Api;
 use serde::Deserialize;
@@ -416,6 +418,16 @@ pub enum ConfigError {
     Volume(#[from] VolumeError),
 }
 
+/// The volumes of a lender that starts. One that is not usable costs other VMs nothing.
+#[derive(Debug, Default)]
+pub(crate) struct AddedVolumes {
+    /// Those among the devices.
+    pub(crate) lent: BTreeSet<DeviceId>,
+    /// Those that cannot be read.
+    pub(crate) unusable: BTreeMap<DeviceId, VolumeError>,
+    _unchanged: Option<LockedVolumes>,
+}
+
 impl Config {
     /// Reads and checks a file.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
@@ -429,25 +441,40 @@ impl Config {
         })
     }
 
-    /// Adds the devices of the volumes that there are, which do not change until the result is dropped.
-    pub(crate) fn add_volumes(&mut self) -> Result<Option<LockedVolumes>, ConfigError> {
+    /// Adds the devices of the volumes that there are, as many as there may be, which do not change until the result is
+    /// dropped.
+    pub(crate) fn add_volumes(&mut self) -> Result<AddedVolumes, ConfigError> {
         let Some(directory) = &self.volumes else {
-            return Ok(None);
+            return Ok(AddedVolumes::default());
         };
         let volumes = Volumes::new(directory.clone())?;
         volumes.make_directory()?;
         let locked = volumes.lock()?;
-        let (volumes, errors) = volumes.list()?;
-        for error in errors {
-            log::error!("a volume is not lent: {}", Chain(&error));
+        locked.set_socket(&self.socket)?;
+        let (volumes, unusable) = volumes.list()?;
+        let mut added = AddedVolumes {
+            unusable: unusable.into_iter().collect(),
+            _unchanged: Some(locked),
+            ..AddedVolumes::default()
+        };
+        for volume in volumes {
+            let is_taken = self.device.iter().any(|device| device.id == volume.id);
+            if is_taken || self.device.len() >= MAX_DEVICES {
+                let why = match is_taken {
+                    true => "lender.toml has a device of that id",
+                    false => "the lender has as many devices as it can lend",
+                };
+                log::error!("volume {} is not lent: {why}", volume.id);
+                continue;
+            }
+            added.lent.insert(volume.id.clone());
+            self.device.push(DeviceConfig {
+                id: volume.id,
+                source: volume.model.into(),
+                borrowers: volume.borrowers,
+            });
         }
-        let devices = volumes.into_iter().map(|volume| DeviceConfig {
-            id: volume.id,
-            source: volume.model.into(),
-            borrowers: volume.borrowers,
-        });
-        self.device.extend(devices);
-        Ok(Some(locked))
+        Ok(added)
     }
 
     /// Checks the constraints that the types do not express.

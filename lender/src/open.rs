@@ -44,9 +44,11 @@ pub(crate) struct Opened {
     pub(crate) vfs: Vec<CreatedVfs>,
 }
 
-/// Opens all devices. On error, all changes are rolled back.
+/// Opens all devices. On error, all changes are rolled back; a volume that cannot be opened is left out, unless a VM
+/// has it.
 pub(crate) fn open(
     config: &Config,
+    volumes: &BTreeSet<DeviceId>,
     adapter: &Adapter,
     workers: Option<&Workers>,
     mut adopted: Vec<Adopted>,
@@ -62,13 +64,20 @@ pub(crate) fn open(
     for device in &config.device {
         if let Source::Model(model) = &device.source {
             let lease = take(&mut adopted, &device.id);
-            let model = open_model(&device.id, model, adapter, workers, lease);
-            devices.push(OpenedDevice {
-                id: device.id.clone(),
-                device: model.map_err(|source| StartError::Device {
+            let may_fail = lease.is_none() && volumes.contains(&device.id);
+            let opened = match open_model(&device.id, model, adapter, workers, lease) {
+                Err(error) if may_fail => {
+                    log::error!("volume {} is not lent: {}", device.id, Chain(&*error));
+                    continue;
+                }
+                opened => opened.map_err(|source| StartError::Device {
                     id: device.id.clone(),
                     source,
                 })?,
+            };
+            devices.push(OpenedDevice {
+                id: device.id.clone(),
+                device: opened,
                 borrowers: device.borrowers.clone(),
                 group: None,
             });

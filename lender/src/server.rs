@@ -191,7 +191,7 @@ impl Lender {
     /// the devices are open.
     pub fn start_activated(mut config: Config, activated: Activated) -> Result<Self, StartError> {
         // `farside volume` goes on once it can connect.
-        let _unchanged = config.add_volumes()?;
+        let mut volumes = config.add_volumes()?;
         config.check()?;
         // Thirty functions with 2048 eventfds each exceed the usual limit.
         raise_open_files();
@@ -202,12 +202,28 @@ impl Lender {
         let adapter = Adapter::new(config.fabric.clone())?;
         let (keeper, found) = Keeper::find(&config.socket, config.worker.clone())?;
         let adopted = Adopted::all(found, &keeper);
+        for lease in &adopted {
+            // Else the lease would end.
+            if let Some(error) = volumes.unusable.remove(&lease.lease.device) {
+                return Err(ConfigError::Volume(error).into());
+            }
+        }
+        for (id, error) in &volumes.unusable {
+            log::error!("volume {id} is not lent: {}", Chain(error));
+        }
         let keeper = Arc::new(keeper);
         let workers = config.worker.clone().map(|program| Workers {
             program,
             keeper: Arc::clone(&keeper),
         });
-        let opened = open(&config, &adapter, workers.as_ref(), adopted, &stop)?;
+        let opened = open(
+            &config,
+            &volumes.lent,
+            &adapter,
+            workers.as_ref(),
+            adopted,
+            &stop,
+        )?;
         let devices = Devices::new(
             &config,
             Arc::clone(&registry),

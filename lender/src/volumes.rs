@@ -6,16 +6,20 @@
 //! id does. The next process that changes a volume removes it.
 
 use std::{
+    ffi::OsString,
     fs::{self, DirBuilder, File, OpenOptions, TryLockError},
     io::{self, Write},
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    os::unix::{
+        ffi::{OsStrExt, OsStringExt},
+        fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    },
     path::{Path, PathBuf},
     time::Duration,
 };
 
 use farside_daemon::{
     DeviceId, FileLock, LockError,
-    files::read_bounded,
+    files::{read_bounded, replace_private},
     paths::{create_directory, owners},
     user_name,
 };
@@ -36,8 +40,10 @@ const IMAGE: &str = "image";
 const NEW: &str = ".new";
 const DELETED: &str = ".deleted";
 
-/// The file that a process locks that changes volumes, or reads them for a lender.
+/// The file that a process locks before it changes volumes or reads them for a lender.
 const LOCK: &str = ".lock";
+/// The file that names the socket of the lender.
+const SOCKET: &str = ".socket";
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
 /// Most bytes of a table.
@@ -69,7 +75,7 @@ pub struct Volume {
     pub used: u64,
 }
 
-/// A volume that cannot be made, used or deleted. Nothing has changed unless the text says otherwise.
+/// Why a volume cannot be created, used or deleted.
 #[derive(Debug, thiserror::Error)]
 pub enum VolumeError {
     /// An operation of the file system has failed.
@@ -109,8 +115,8 @@ pub enum VolumeError {
         /// Who has locked them.
         source: LockError,
     },
-    /// A file of the volumes' directory is not one of a volume.
-    #[error("{} is no volume's: remove it, or choose another id", path.display())]
+    /// A file or directory that is not one of a volume is where one would be.
+    #[error("{} does not belong to a volume: remove it first", path.display())]
     NotAVolume {
         /// The file.
         path: PathBuf,
@@ -160,8 +166,8 @@ pub enum VolumeError {
         /// The volume.
         id: DeviceId,
     },
-    /// A size that no disk has.
-    #[error("volume {id}: a size of {size} bytes: give a multiple of 4 KiB above 0")]
+    /// A size that is 0 or not a multiple of 4 KiB.
+    #[error("volume {id}: invalid size of {size} bytes: it must be a multiple of 4 KiB, and not 0")]
     Unaligned {
         /// The volume.
         id: DeviceId,
@@ -244,19 +250,29 @@ impl Volumes {
         }
     }
 
-    /// All volumes, by id, and those that cannot be lent.
-    pub fn list(&self) -> Result<(Vec<Volume>, Vec<VolumeError>), VolumeError> {
+    /// The socket of the lender that lent them last.
+    pub fn socket(&self) -> Result<Option<PathBuf>, VolumeError> {
+        let file = self.directory.join(SOCKET);
+        let path = read_bounded(&file, MAX_TABLE).map_err(failed("use", &file))?;
+        Ok(path.map(|path| OsString::from_vec(path).into()))
+    }
+
+    /// All volumes, by id, and those that are not usable.
+    pub fn list(&self) -> Result<(Vec<Volume>, Vec<(DeviceId, VolumeError)>), VolumeError> {
         let cannot = || failed("read", &self.directory);
         let (mut volumes, mut errors) = (Vec::new(), Vec::new());
         for entry in fs::read_dir(&self.directory).map_err(cannot())? {
             let name = entry.map_err(cannot())?.file_name().into_string();
             let id = name.ok().and_then(|name| name.parse().ok());
             let is_volume = |id: &DeviceId| self.check_exists(id).is_ok();
-            match id.filter(is_volume).map(|id| self.read(&id)) {
-                // Somebody else's, or deleted meanwhile.
-                None | Some(Err(VolumeError::Missing { .. })) => {}
-                Some(Ok(volume)) => volumes.push(volume),
-                Some(Err(error)) => errors.push(error),
+            let Some(id) = id.filter(is_volume) else {
+                continue;
+            };
+            match self.read(&id) {
+                Ok(volume) => volumes.push(volume),
+                // Deleted meanwhile.
+                Err(VolumeError::Missing { .. }) => {}
+                Err(error) => errors.push((id, error)),
             }
         }
         volumes.sort_by(|a, b| a.id.cmp(&b.id));
@@ -349,7 +365,9 @@ impl Volumes {
         let table: Table = toml::from_slice(&text).map_err(wrong)?;
         let (table, model, borrowers) = self.complete(id, table).map_err(wrong)?;
         let image = self.open(id, OpenOptions::new().read(true))?;
-        let metadata = image.metadata().map_err(failed("examine", &file))?;
+        let metadata = image
+            .metadata()
+            .map_err(failed("examine the image beside", &file))?;
         Ok(Volume {
             id: id.clone(),
             model,
@@ -477,7 +495,7 @@ impl LockedVolumes {
         let written = file(TABLE, &|file| file.write_all(text.as_bytes()))
             .and_then(|()| file(IMAGE, &|file| file.set_len(size)))
             .and_then(|()| sync(&new))
-            .and_then(|()| fs::rename(&new, &path).map_err(failed("name", &path)));
+            .and_then(|()| fs::rename(&new, &path).map_err(failed("rename", &new)));
         if let Err(error) = written {
             // The next process does it else.
             let _ = remove(&new);
@@ -485,6 +503,14 @@ impl LockedVolumes {
         }
         sync(&volumes.directory)?;
         volumes.read(id)
+    }
+
+    /// Has [`Volumes::socket`] name this lender.
+    pub fn set_socket(&self, socket: &Path) -> Result<(), VolumeError> {
+        let file = self.volumes.directory.join(SOCKET);
+        std::path::absolute(socket)
+            .and_then(|socket| replace_private(&file, socket.as_os_str().as_bytes()))
+            .map_err(failed("write", &file))
     }
 
     /// Whether a lender, or another process, has locked the medium of a volume.
@@ -527,10 +553,10 @@ impl LockedVolumes {
             .map_err(failed("resize", &self.volumes.path(id).join(IMAGE)))
     }
 
-    /// Deletes a volume, which is not in use, with its data. A volume without a medium can be deleted, too.
-    pub fn delete(&self, id: &DeviceId) -> Result<(), VolumeError> {
-        let (volumes, path) = (&self.volumes, self.volumes.path(id));
-        volumes.check_exists(id)?;
+    /// Refuses volumes that cannot be deleted, but for those in use.
+    pub fn check_deletable(&self, id: &DeviceId) -> Result<(), VolumeError> {
+        let path = self.volumes.path(id);
+        self.volumes.check_exists(id)?;
         let cannot = || failed("read", &path);
         for entry in fs::read_dir(&path).map_err(cannot())? {
             let entry = entry.map_err(cannot())?;
@@ -538,6 +564,17 @@ impl LockedVolumes {
                 return Err(VolumeError::NotAVolume { path: entry.path() });
             }
         }
+        let deleted = self.volumes.beside(id, DELETED);
+        match fs::symlink_metadata(&deleted).is_ok() {
+            true => Err(VolumeError::NotAVolume { path: deleted }),
+            false => Ok(()),
+        }
+    }
+
+    /// Deletes a volume, which is not in use, with its data. A volume without a medium can be deleted, too.
+    pub fn delete(&self, id: &DeviceId) -> Result<(), VolumeError> {
+        let (volumes, path) = (&self.volumes, self.volumes.path(id));
+        self.check_deletable(id)?;
         let _lock = match volumes.has_image(id) {
             true => Some(
                 self.lock_image(id)?

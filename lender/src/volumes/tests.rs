@@ -163,7 +163,9 @@ fn what_is_no_volumes_is_left_alone() {
     fs::write(at("x/notes"), "").unwrap();
     let notes = locked.delete(&id("x")).unwrap_err();
     assert!(
-        notes.to_string().contains("x/notes is no volume's"),
+        notes
+            .to_string()
+            .contains("x/notes does not belong to a volume"),
         "{notes}"
     );
     fs::remove_file(at("x/notes")).unwrap();
@@ -178,7 +180,10 @@ fn what_is_no_volumes_is_left_alone() {
     let (others, errors) = volumes.list().unwrap();
     assert_eq!((others.len(), errors.len()), (0, 1), "{errors:?}");
     assert!(
-        errors[0].to_string().contains("x/image is no volume's"),
+        errors[0]
+            .1
+            .to_string()
+            .contains("x/image does not belong to a volume"),
         "{errors:?}"
     );
     locked.delete(&id("x")).unwrap();
@@ -258,7 +263,7 @@ fn a_table_that_is_edited_wrongly_is_named() {
     ] {
         fs::write(&table, wrong).unwrap();
         let (others, errors) = volumes.list().unwrap();
-        let text = errors[0].to_string();
+        let text = errors[0].1.to_string();
         assert!(
             others.is_empty() && text.contains("x/device.toml is invalid"),
             "{wrong:?}: {text}"

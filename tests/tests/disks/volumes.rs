@@ -1,7 +1,8 @@
 //! `farside volume`, with a lender that has nothing else, or none.
 
 use std::{
-    fs,
+    fs::{self, Permissions},
+    os::unix::fs::PermissionsExt,
     path::PathBuf,
     process::Stdio,
     thread,
@@ -84,12 +85,15 @@ impl Stage {
         list.map(|volume| volume.id.to_string()).collect()
     }
 
-    /// The number of entries of the directory of volumes, beside its lock.
+    /// The number of entries of the directory of volumes, beside those of the lender.
     fn files(&self) -> usize {
         let directory = self.cluster.directory().join("volumes");
-        let entries = fs::read_dir(directory).unwrap();
-        let entries = entries.filter(|entry| entry.as_ref().unwrap().file_name() != ".lock");
-        entries.count()
+        let names = fs::read_dir(directory)
+            .unwrap()
+            .map(|it| it.unwrap().file_name());
+        names
+            .filter(|name| name != ".lock" && name != ".socket")
+            .count()
     }
 }
 
@@ -193,9 +197,8 @@ fn without_a_lender_volumes_are_created_for_the_next_one() {
 #[test]
 fn what_a_lender_refuses_leaves_no_volume() {
     let stage = Stage::new();
-    let lender = stage.lend();
+    let _lender = stage.lend();
     stage.volume(&["create", "a", "1M"]);
-    let config = stage.config.to_str().unwrap();
     let added = ["lend", "--add", "--dma-test", "dma0"];
     assert!(stage.cluster.run(&added).unwrap().status.success());
     for (args, why) in [
@@ -225,14 +228,53 @@ fn what_a_lender_refuses_leaves_no_volume() {
             "{args:?}"
         );
     }
-    // A volume whose id another device has.
-    drop(lender);
-    let both = ["lend", "--config", config, "--dma-test", "a"];
-    let ended = stage.cluster.run(&both).unwrap();
-    assert!(ended.stderr.contains("is used twice"), "{ended:?}");
 }
 
-/// Whenever a command is killed, there is a volume or none, and the same command goes on from there.
+#[test]
+fn a_volume_that_cannot_be_lent_does_not_keep_a_lender_from_starting() {
+    let stage = Stage::new();
+    drop(stage.lend());
+    for id in ["good", "taken", "protected", "broken", "low"] {
+        stage.volume(&["create", id, "1M"]);
+    }
+    let at = |file: &str| stage.cluster.directory().join("volumes").join(file);
+    fs::set_permissions(at("protected/image"), Permissions::from_mode(0o400)).unwrap();
+    fs::write(at("broken/device.toml"), "model.nvm = {}").unwrap();
+    fs::write(
+        at("low/device.toml"),
+        "model.nvme = { limits = { iops = 1 } }",
+    )
+    .unwrap();
+    let config = stage.config.to_str().unwrap();
+    let args = ["--config", config, "--dma-test", "taken"];
+    let lender = stage.cluster.lend(&args).unwrap();
+    let log = lender.log();
+    for reason in [
+        "volume taken is not lent: lender.toml has a device of that id",
+        "volume protected is not lent: ",
+        "volume broken is not lent: ",
+        "volume low is not lent: ",
+    ] {
+        assert!(log.contains(reason), "{reason}: {log}");
+    }
+    let devices = stage.cluster.run(&["devices"]).unwrap().stdout;
+    let lines: Vec<_> = devices
+        .lines()
+        .skip(1)
+        .map(|line| line.split(' ').next())
+        .collect();
+    assert_eq!(lines, [Some("good"), Some("taken")], "{devices}");
+    let ended = stage.cluster.run(&["volume", "list"]).unwrap();
+    assert!(
+        !ended.status.success()
+            && ended.stdout.contains("good")
+            && ended.stderr.contains("broken/device.toml is invalid"),
+        "{ended:?}"
+    );
+    stage.volume(&["delete", "broken"]);
+}
+
+/// A killed command leaves a complete volume or none, and the same command goes on from there.
 #[test]
 fn a_killed_command_leaves_a_volume_or_none() {
     let stage = Stage::new();
@@ -296,20 +338,20 @@ fn commands_at_once_wait_for_each_other() {
 #[test]
 fn a_device_of_the_same_id_is_left_alone() {
     let (one, other) = (Stage::new(), Stage::new());
-    let _lender = one.lend();
-    drop(other.lend());
+    let _lenders = (one.lend(), other.lend());
     one.volume(&["create", "a", "1M"]);
     other.volume(&["create", "a", "1M"]);
     let socket = one.cluster.directory().join("lender.sock");
     let socket = socket.to_str().unwrap();
-    other.refused(
-        &["delete", "a", "--socket", socket],
-        "that is not this volume",
-    );
-    other.refused(
-        &["resize", "a", "2M", "--socket", socket],
-        "that is not this volume",
-    );
+    for args in [
+        &["delete", "a"][..],
+        &["resize", "a", "2M"],
+        &["create", "b", "1M"],
+        &["list"],
+    ] {
+        let args = [args, &["--socket", socket]].concat();
+        other.refused(&args, "are those of the lender at");
+    }
     assert!(one.list()[0].lent);
     assert_eq!(other.list()[0].size_bytes, MIB);
 }

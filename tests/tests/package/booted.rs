@@ -427,7 +427,7 @@ fn has_volumes_where_they_are_configured(machine: &Machine) -> Result<()> {
          systemctl restart {LENDER}
          farside volume resize disk8 16M
          farside volume delete disk8
-         rm volumes/.lock && rmdir volumes
+         rm volumes/.lock volumes/.socket && rmdir volumes
          mv /tmp/lender.toml /etc/farside/"
     ))?;
     for part in [

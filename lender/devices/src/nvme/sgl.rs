@@ -48,7 +48,7 @@ impl Descriptor {
 }
 
 /// Appends the host memory of the first `len` bytes behind the SGL that starts with `first`, which
-/// may describe more (SGLS bit 18).
+/// may describe more (SGLS bit 18): the rest is not accessed, but its descriptors have to be valid.
 pub fn gather(
     dma: &mut dyn Dma,
     first: &[u8; 16],
