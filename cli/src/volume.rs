@@ -241,7 +241,7 @@ fn is_lent(lender: &mut Client, id: &DeviceId) -> anyhow::Result<bool> {
     Ok(lender.devices()?.iter().any(|entry| entry.id == *id))
 }
 
-/// The lender, if it lends this volume: it has locked the image, then.
+/// The lender, if it lends this volume, and not a device of that id in lender.toml: it has locked the image, then.
 fn lends(
     lender: Option<Client>,
     volumes: &LockedVolumes,
@@ -251,13 +251,7 @@ fn lends(
     let Some(mut lender) = lender else {
         return Ok(None);
     };
-    match (is_lent(&mut lender, id)?, in_use) {
-        (true, true) => Ok(Some(lender)),
-        (true, false) => bail!(
-            "the lender has a device {id} that is not this volume: give the --directory and the --socket of one lender"
-        ),
-        (false, _) => Ok(None),
-    }
+    Ok((in_use && is_lent(&mut lender, id)?).then_some(lender))
 }
 
 fn resize(

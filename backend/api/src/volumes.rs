@@ -27,7 +27,7 @@ pub struct VolumeEntry {
     pub size_bytes: u64,
     /// Bytes that it takes up in its file system.
     pub used_bytes: u64,
-    /// Whether a running lender lends it.
+    /// Whether a running lender has a device of its id.
     pub lent: bool,
     /// The VM that has borrowed it.
     pub borrowed_by: Option<VmName>,
