@@ -206,6 +206,9 @@ pub enum VolumeError {
     },
 }
 
+/// A volume that cannot be read, and why.
+pub type Unusable = (DeviceId, VolumeError);
+
 /// Names the operation and its file in an I/O error.
 fn failed<E: Into<io::Error>>(what: &'static str, path: &Path) -> impl FnOnce(E) -> VolumeError {
     let path = path.to_owned();
@@ -258,7 +261,7 @@ impl Volumes {
     }
 
     /// All volumes, by id, and those that are not usable.
-    pub fn list(&self) -> Result<(Vec<Volume>, Vec<(DeviceId, VolumeError)>), VolumeError> {
+    pub fn list(&self) -> Result<(Vec<Volume>, Vec<Unusable>), VolumeError> {
         let cannot = || failed("read", &self.directory);
         let (mut volumes, mut errors) = (Vec::new(), Vec::new());
         for entry in fs::read_dir(&self.directory).map_err(cannot())? {
