@@ -278,6 +278,38 @@ fn a_volume_that_cannot_be_lent_does_not_keep_a_lender_from_starting() {
     assert!(devices.contains("taken"), "{devices}");
 }
 
+/// Its worker outlives the lender. A lender that left the volume out would end the lease.
+#[test]
+fn a_lender_does_not_start_without_a_volume_that_a_vm_has() {
+    let stage = Stage::new();
+    let mut lender = stage.lend();
+    stage.volume(&["create", "a", "1M"]);
+    let _backend = stage.cluster.serve("web1", &["a"]).start().unwrap();
+    let mut machine = boot(&stage.cluster, "web1", "a").unwrap();
+    let mut controller = Controller::bring_up(&mut machine, 1, 1).unwrap();
+    let table = stage.cluster.directory().join("volumes/a/device.toml");
+    let good = fs::read(&table).unwrap();
+    fs::write(&table, "model.nvm = {}").unwrap();
+    lender.kill().unwrap();
+    let config = stage.config.to_str().unwrap();
+    let args = ["lend", "--name", "rack1", "--config", config];
+    let mut refused = stage.cluster.start("a lender", &args).unwrap();
+    let status = refused.wait_exit(SHORT).unwrap();
+    let log = refused.log();
+    assert!(
+        !status.success() && log.contains("a/device.toml is invalid"),
+        "{log}"
+    );
+
+    fs::write(&table, good).unwrap();
+    let _lender = stage.lend();
+    controller
+        .transfer(&mut machine, &first_page(Opcode::Write))
+        .unwrap();
+    assert_eq!(stage.list()[0].borrowed_by.as_deref(), Some("web1"));
+    machine.device.close();
+}
+
 /// A killed command leaves a complete volume or none, and the same command goes on from there.
 #[test]
 fn a_killed_command_leaves_a_volume_or_none() {
