@@ -246,6 +246,11 @@ impl Testbed {
         boot_image::make(self, image, len, append)
     }
 
+    /// Makes a sparse ext4 image of `len`, such as `4G`, with the contents of a directory.
+    pub fn make_disk(&self, content: &Path, image: &Path, len: &str) -> Result<()> {
+        tools_disk::ext4(self.tool("mke2fs"), content, image, len)
+    }
+
     /// An ext4 image with QEMU, the guest's kernel, a small initramfs and OpenSSH, for VMs
     /// that run nested VMs.
     pub fn tools_disk(&self) -> &Path {

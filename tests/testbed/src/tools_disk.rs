@@ -54,20 +54,23 @@ pub(crate) fn prepare(
         let content = directory.join("content");
         fill(&content, debian, host, guest)?;
         let image = directory.join("tools.img");
-        output(
-            Command::new(host.bin.join("mke2fs"))
-                .args(["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"])
-                .arg(&content)
-                .arg(&image)
-                .arg(LEN),
-            "mke2fs is part of the test bed",
-        )
-        .context("making the disk with QEMU for nested guests")?;
+        ext4(Command::new(host.bin.join("mke2fs")), &content, &image, LEN)
+            .context("making the disk with QEMU for nested guests")?;
         fs::remove_dir_all(&content).with_context(|| format!("removing {}", content.display()))?;
         task.done();
         Ok(())
     })?;
     Ok(entry.join("tools.img"))
+}
+
+/// Makes a sparse ext4 image of `len`, such as `4G`, with the contents of a directory.
+pub(crate) fn ext4(mut mke2fs: Command, content: &Path, image: &Path, len: &str) -> Result<()> {
+    let made = mke2fs
+        .args(["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"])
+        .arg(content)
+        .arg(image)
+        .arg(len);
+    output(made, "mke2fs is part of the test bed").map(drop)
 }
 
 fn fill(content: &Path, debian: &Debian, host: &Host, guest: &Path) -> Result<()> {

@@ -3,7 +3,7 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow};
 use farside_testbed::{Inside, Vm};
 use farside_tests::{BOOT, testbed};
 use tempfile::TempDir;
@@ -76,19 +76,7 @@ impl Machine {
         )?;
         let directory = tempfile::tempdir().context("creating a directory")?;
         let image: PathBuf = directory.path().join("root.img");
-        let made = testbed()?
-            .tool("mke2fs")
-            .args(["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"])
-            .arg(inside.path("/tmp/disk"))
-            .arg(&image)
-            .arg(DISK)
-            .output()
-            .context("running mke2fs")?;
-        ensure!(
-            made.status.success(),
-            "mke2fs: {}",
-            String::from_utf8_lossy(&made.stderr)
-        );
+        testbed()?.make_disk(&inside.path("/tmp/disk"), &image, DISK)?;
         let vm = testbed()?
             .vm("package")
             .memory(1 << 30)

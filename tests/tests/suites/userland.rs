@@ -35,19 +35,7 @@ pub fn make(cluster: &Cluster, packages: &[&str], checkout: &Path, build: &str) 
     // Without the mounts in it.
     run(&inside, "mkdir /tmp/disk && mount --bind / /tmp/disk")?;
     let image = cluster.directory().join("userland.img");
-    let made = testbed()?
-        .tool("mke2fs")
-        .args(["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"])
-        .arg(inside.path("/tmp/disk"))
-        .arg(&image)
-        .arg(LEN)
-        .output()
-        .context("running mke2fs")?;
-    ensure!(
-        made.status.success(),
-        "mke2fs: {}",
-        String::from_utf8_lossy(&made.stderr)
-    );
+    testbed()?.make_disk(&inside.path("/tmp/disk"), &image, LEN)?;
     Ok(image)
 }
 
