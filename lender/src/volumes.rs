@@ -500,7 +500,7 @@ impl LockedVolumes {
             .and_then(|()| sync(&new))
             .and_then(|()| fs::rename(&new, &path).map_err(failed("rename", &new)));
         if let Err(error) = written {
-            // The next process does it else.
+            // If this fails, the next process that locks the volumes does it.
             let _ = remove(&new);
             return Err(error);
         }
