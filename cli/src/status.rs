@@ -70,6 +70,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 /// One backend's report; none if no backend listens at `socket`.
 pub(crate) fn backend(socket: &Path) -> anyhow::Result<Option<BackendReport>> {
+    match ask(socket) {
+        // Its keeper may have started another one, or nothing listens any more.
+        Err(error) if has_ended(&error) => ask(socket),
+        asked => asked,
+    }
+}
+
+fn ask(socket: &Path) -> anyhow::Result<Option<BackendReport>> {
     let failed = |what: &str, error: io::Error| match error.kind() {
         ErrorKind::WouldBlock => anyhow!(
             "the backend does not answer at {} within {TIMEOUT:?}: it hangs, or is stopped",
@@ -98,6 +106,14 @@ pub(crate) fn backend(socket: &Path) -> anyhow::Result<Option<BackendReport>> {
     let report =
         report.with_context(|| format!("cannot use the status from {}", socket.display()))?;
     Ok(Some(report))
+}
+
+/// Whether the backend closed the connection before its report was complete: it ended in between.
+fn has_ended(error: &anyhow::Error) -> bool {
+    let cause = error.root_cause();
+    let reset = |cause: &io::Error| cause.kind() == ErrorKind::ConnectionReset;
+    cause.downcast_ref().is_some_and(reset)
+        || cause.downcast_ref().is_some_and(serde_json::Error::is_eof)
 }
 
 /// Whether a backend belongs to another user, and may well answer that one.
@@ -278,7 +294,47 @@ fn faults(text: &mut String, device: &DeviceStatus) -> fmt::Result {
 
 #[cfg(test)]
 mod tests {
+    use std::{os::unix::net::UnixListener, thread};
+
+    use rustix::event::{PollFd, PollFlags, poll};
+
     use super::*;
+
+    /// Runs `end` with the listener of a backend once a client has connected, and returns what the client gets.
+    fn asked(end: impl FnOnce(UnixListener) + Send) -> anyhow::Result<Option<BackendReport>> {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("status");
+        let listener = UnixListener::bind(&socket).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                poll(&mut [PollFd::new(&listener, PollFlags::IN)], None).unwrap();
+                end(listener);
+            });
+            backend(&socket)
+        })
+    }
+
+    #[test]
+    fn a_backend_that_ends_while_it_is_asked_does_not_run() {
+        assert!(asked(drop).unwrap().is_none());
+        let accepted = |listener: UnixListener| {
+            let client = listener.accept().unwrap();
+            drop(listener);
+            drop(client);
+        };
+        assert!(asked(accepted).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_backend_that_says_nothing_twice_is_an_error() {
+        let silent = |listener: UnixListener| {
+            for _ in 0..2 {
+                drop(listener.accept().unwrap());
+            }
+        };
+        let error = format!("{:#}", asked(silent).unwrap_err());
+        assert!(error.contains("cannot use the status from"), "{error}");
+    }
 
     #[test]
     fn a_backend_of_another_user_does_not_hang() {

@@ -212,7 +212,12 @@ impl Cluster {
     /// `farside status --json`.
     pub fn status(&self) -> Result<Status> {
         let ended = self.run(&["status", "--json"])?;
-        ensure!(ended.status.success(), "farside status: {ended:?}");
+        ensure!(
+            ended.status.success(),
+            "farside status: {}: {}",
+            ended.status,
+            ended.stderr
+        );
         Status::from_json(&ended.stdout)
     }
 
