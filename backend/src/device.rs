@@ -26,6 +26,7 @@ use farside_error_chain::Chain;
 use farside_guest_layout::Gpa;
 use farside_irq_relay::{IrqCounts, Vectors};
 use farside_lender_protocol::{BarOwner, Channel, Described, ErrorKind, MAX_FDS, Transport};
+use farside_pci::ConfigMirror;
 use farside_vfio_user::{
     ClientLog, Connection, Negotiated, Reply, ReplyTo, Session, serve::Answer,
 };
@@ -66,6 +67,8 @@ pub(crate) struct Device {
     described: Described,
     counts: IrqCounts,
     config: ConfigSpace,
+    /// Where a BAR shows that.
+    mirror: Option<ConfigMirror>,
     /// Its expansion ROM; empty if it has none.
     rom: Vec<u8>,
     memory: DmaTable,
@@ -184,6 +187,7 @@ impl Device {
         };
         let mut device = Self {
             counts,
+            mirror: requests::mirror(&described.description),
             config,
             rom,
             memory,

@@ -6,7 +6,7 @@ use farside_error_chain::Chain;
 use farside_fabric::memory::HostSlice;
 use farside_guest_layout::Gpa;
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
-use farside_pci::{Description, rom};
+use farside_pci::{ConfigMirror, Description, rom};
 use farside_vfio_user::{
     DeviceInfo, DmaMap, DmaUnmap, Refusal, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
     Request,
@@ -31,8 +31,10 @@ impl Device {
         self.buffer.resize(count, 0xff);
         let mut interrupt_status = None;
         let mut config = Vec::new();
-        let bar = match region {
-            Region::Config => {
+        let mirror = self.mirror;
+        let shown = |bar| mirror?.read(bar, offset, count);
+        let bar = match reached(region, offset, shown) {
+            (Region::Config, offset) => {
                 let size = self.config.size();
                 if self.is_present() && offset + count as u64 <= size {
                     self.config.read(offset, &mut self.buffer);
@@ -42,7 +44,7 @@ impl Device {
                 }
                 None
             }
-            Region::Bar(bar) => match self.bars.shared(bar, offset, count) {
+            (Region::Bar(bar), _) => match self.bars.shared(bar, offset, count) {
                 Some(memory) => {
                     if self.is_present() {
                         memory.read(&mut self.buffer);
@@ -51,7 +53,7 @@ impl Device {
                 }
                 None => self.in_bar(bar, offset, count).then_some(bar),
             },
-            Region::Rom => {
+            (Region::Rom, _) => {
                 let offset = usize::try_from(offset).unwrap_or(usize::MAX);
                 let rest = self.rom.get(offset..).filter(|_| self.is_present());
                 for (byte, rom) in self.buffer.iter_mut().zip(rest.unwrap_or_default()) {
@@ -59,7 +61,7 @@ impl Device {
                 }
                 None
             }
-            Region::Vga => None,
+            (Region::Vga, _) => None,
         };
         let finish = Finish::Read { region, offset };
         match bar {
@@ -93,7 +95,8 @@ impl Device {
             self.write_shared(&memory, data);
             return Answer::Reply(reply);
         }
-        if let (Region::Bar(bar), Some(channel)) = (region, &mut self.registers) {
+        let (reached, at) = self.reached_by_write(region, offset, data.len());
+        if let (Region::Bar(bar), Some(channel)) = (reached, &mut self.registers) {
             // The common case: no task and no copy.
             if !in_bar(&self.described.description, bar, offset, data.len()) {
                 return Answer::Error(Errno::INVAL);
@@ -111,7 +114,7 @@ impl Device {
                 }
             }
         }
-        match self.write_tasks(region, offset, data) {
+        match self.write_tasks(reached, at, data) {
             Ok(tasks) => self.hold(to, finish, tasks),
             Err(errno) => Answer::Error(errno),
         }
@@ -129,6 +132,12 @@ impl Device {
         if self.is_present() {
             memory.write(data);
         }
+    }
+
+    /// What a write to a region reaches, and where.
+    fn reached_by_write(&self, region: Region, offset: u64, count: usize) -> (Region, u64) {
+        let shown = |bar| self.mirror?.write(bar, offset, count);
+        reached(region, offset, shown)
     }
 
     /// The tasks of a write.
@@ -327,7 +336,13 @@ impl Handler for Device {
                         shared.push((memory, write.data));
                         continue;
                     }
-                    match self.write_tasks(write.region, write.offset, write.data) {
+                    let RegionWrite {
+                        region,
+                        offset,
+                        data,
+                    } = write;
+                    let (region, offset) = self.reached_by_write(region, offset, data.len());
+                    match self.write_tasks(region, offset, data) {
                         Ok(more) => tasks.extend(more),
                         Err(errno) => return Answer::Error(errno),
                     }
@@ -358,6 +373,22 @@ fn changes_state(request: &Request<'_>) -> bool {
         Request::RegionWrite(write) => !matches!(write.region, Region::Bar(_)),
         _ => true,
     }
+}
+
+/// Where a BAR of the function shows configuration space.
+pub(super) fn mirror(description: &Description) -> Option<ConfigMirror> {
+    let mirror = ConfigMirror::of(&description.config.clone().into())?;
+    let (bar, offset, len) = mirror.area();
+    in_bar(description, bar, offset, len as usize).then_some(mirror)
+}
+
+/// What an access to a region reaches, and where. `shown`: the offset in configuration space, if the BAR shows that there.
+fn reached(region: Region, offset: u64, shown: impl FnOnce(u8) -> Option<u64>) -> (Region, u64) {
+    let config = match region {
+        Region::Bar(bar) => shown(bar),
+        _ => None,
+    };
+    config.map_or((region, offset), |at| (Region::Config, at))
 }
 
 fn in_bar(description: &Description, bar: u8, offset: u64, count: usize) -> bool {

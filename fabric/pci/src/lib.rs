@@ -10,6 +10,7 @@ mod description;
 pub mod forwarding;
 mod image;
 pub mod policy;
+mod quirks;
 pub mod regs;
 pub mod rom;
 
@@ -17,3 +18,4 @@ pub use bdf::{Bdf, BdfError};
 pub use description::{Bar, BarKind, Description, SparseMmapArea};
 pub use forwarding::{Forwarding, Piece};
 pub use image::ConfigImage;
+pub use quirks::ConfigMirror;

@@ -8,7 +8,7 @@
 
 use std::fmt;
 
-use crate::{ConfigImage, regs::*};
+use crate::{ConfigImage, quirks, regs::*};
 
 /// Whose a bit is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -529,6 +529,7 @@ pub fn markdown() -> String {
         }
     }
     let _ = writeln!(text, "| any other | | {UNKNOWN} |");
+    text += &quirks::markdown();
     text
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex};
 use farside_pci::regs::*;
-use farside_pci::{Bar, BarKind, ConfigImage, Description, SparseMmapArea};
+use farside_pci::{Bar, BarKind, ConfigImage, ConfigMirror, Description, SparseMmapArea};
 use serde::{Deserialize, Serialize};
 use vfio_bindings::bindings::vfio::VFIO_PCI_CONFIG_REGION_INDEX;
 
@@ -57,7 +57,8 @@ pub fn describe(
     // QEMU emulates the MSI-X table: guest writes must not reach the device, whose table the kernel
     // programs.
     let msix = image.find_capability(CAP_ID_MSIX, MSIX_SIZEOF);
-    let traps = msix.map(|at| image.msix_areas(at));
+    let msix = msix.map(|at| image.msix_areas(at));
+    let mirror = ConfigMirror::of(&image).map(|it| it.area());
     let mut bars = [const { None }; 6];
     let mut bar = 0;
     while bar < 6 {
@@ -67,15 +68,15 @@ pub fn describe(
             if !size.is_power_of_two() {
                 return Err(format!("BAR {bar} of {size:#x} bytes is no power of two"));
             }
-            let mine = traps.iter().flatten();
-            let mine = mine.filter(|&&(of, ..)| usize::from(of) == bar);
-            let mine: Vec<(u64, u64)> = mine.map(|&(_, offset, len)| (offset, len)).collect();
+            let traps = msix.iter().flatten().chain(&mirror);
+            let traps = traps.filter(|&&(of, ..)| usize::from(of) == bar);
+            let traps: Vec<(u64, u64)> = traps.map(|&(_, offset, len)| (offset, len)).collect();
             bars[bar] = Some(Bar {
                 size,
                 kind,
                 mappable: match kind {
                     BarKind::Io => Vec::new(),
-                    _ => mappable(&regions[bar], &mine),
+                    _ => mappable(&regions[bar], &traps),
                 },
             });
         }

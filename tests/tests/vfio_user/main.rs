@@ -3,6 +3,8 @@
 //! The inner cluster has the device and serves it; the lender of the outer one lends its socket, and the outer backend
 //! serves it to a VM. They share the socket's path, as a server and the lender beside it do.
 
+mod quirks;
+
 use std::{
     path::Path,
     time::{Duration, Instant},
