@@ -38,6 +38,9 @@ impl Accel {
 /// (ERMS, FSRM), Linux copies and clears memory with them, which TCG does byte by byte.
 pub const TCG_CPU: &str = "max,la57=off,erms=off,fsrm=off";
 
+/// The same as one of AMD's since Zen (family 17h), between whose root ports Linux allows peer to peer.
+pub const TCG_ZEN_CPU: &str = "max,la57=off,erms=off,fsrm=off,family=25";
+
 /// The CPU of an emulated machine with guests of its own. With [`TCG_CPU`] three of some eighty of
 /// these, which had 2 CPUs then, hung idle.
 pub(crate) const TCG_HOST_CPU: &str = "max,la57=off";

@@ -60,7 +60,7 @@ use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result};
 
-pub use accel::{Accel, NESTED_KVM_CPU, TCG_CPU};
+pub use accel::{Accel, NESTED_KVM_CPU, TCG_CPU, TCG_ZEN_CPU};
 pub use debian_root::{DebianRoot, Inside};
 pub use farside_guest_agent::{BarAddress, Width};
 pub use host_vm::{Expected, HostVm, Nested, NestedBuilder, acquaint};
@@ -219,6 +219,12 @@ impl Testbed {
     /// OVMF's initial variables; each VM needs a separate copy.
     pub fn ovmf_vars(&self) -> PathBuf {
         self.0.debian.root().join("usr/share/OVMF/OVMF_VARS_4M.fd")
+    }
+
+    /// U-Boot in place of a BIOS, with drivers of its own.
+    pub fn u_boot(&self) -> PathBuf {
+        let path = "usr/lib/u-boot/qemu-x86/u-boot.rom";
+        self.0.debian.root().join(path)
     }
 
     /// systemd-boot, an EFI boot loader.

@@ -14,6 +14,7 @@ pub(crate) const PACKAGES: &[&str] = &[
     "qemu-utils",
     "seabios",
     "ovmf",
+    "u-boot-qemu",
     "mtools",
     "systemd-boot-efi",
     "zstd",

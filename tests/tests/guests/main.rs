@@ -25,6 +25,7 @@ mod revoke;
 mod shared;
 mod sharing;
 mod start;
+mod u_boot;
 mod viommu;
 mod virtio;
 
@@ -68,6 +69,7 @@ fn main() {
         io::every_processor_has_a_queue_and_a_busy_guest_traps_no_doorbell,
         io::an_idle_drive_costs_no_processor_time,
         firmware::ovmf_boots_the_guest_from_the_borrowed_drive,
+        u_boot::u_boots_own_drivers_use_borrowed_disks,
         firmware::ovmf_on_an_i440fx_leaves_the_drive_to_the_guest,
         interrupts::intx_on_an_i440fx_carries_io,
         interrupts::a_driver_of_a_shared_line_takes_its_interrupts,
