@@ -2,7 +2,7 @@
 //! one, through an NTB and over a network.
 
 use anyhow::{Context, Result, ensure};
-use farside_testbed::{IommufdModules, Nested, kernel_view::LiveMappings};
+use farside_testbed::{IommufdModules, Nested, TCG_ZEN_CPU, kernel_view::LiveMappings};
 
 use super::{
     Set,
@@ -57,9 +57,6 @@ const TRANSFERS: [(&str, &str); 4] = [
 /// Of those, the ones across an NTB: the model, which is here, does not reach the function's buffer beyond it.
 const NTB_TRANSFERS: [(&str, &str); 3] =
     [("second", "first"), ("second", "model"), ("first", "model")];
-
-/// Linux allows peer to peer between functions below AMD's host bridges since Zen (family 17h).
-const ZEN: &str = "max,la57=off,erms=off,fsrm=off,family=25";
 
 /// QEMU's options for the functions.
 fn functions(set: &Set<'_>) -> Result<Vec<String>> {
@@ -177,7 +174,7 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
 fn guest_with_all<'a>(set: &Set<'_>, host: &'a Host, ram: u64) -> Result<Nested<'a>> {
     (set.tell)("starting a guest with two functions and a model");
     let devices = DISKS.map(|disk| socket(VM, disk));
-    let guest = host.guest(VM).memory(ram).args(["-cpu", ZEN]);
+    let guest = host.guest(VM).memory(ram).args(["-cpu", TCG_ZEN_CPU]);
     let guest = devices
         .iter()
         .fold(guest, |guest, socket| guest.vfio_user(socket));

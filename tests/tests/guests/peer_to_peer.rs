@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, ensure};
+use farside_testbed::TCG_ZEN_CPU;
 use farside_tests::{BOOT, BorrowState, Cluster, Guest, MIB, SHORT, noise, shared_ram};
 use libtest_mimic::Completion;
 use rustix::process::{Signal, kill_process};
@@ -18,9 +19,6 @@ use crate::{
     outlive::{child, worker},
     passed,
 };
-
-/// Linux allows peer to peer between root ports of hosts that it knows, such as AMD's since Zen (family 17h).
-const ZEN: &str = "max,la57=off,erms=off,fsrm=off,family=25";
 
 /// Bytes of the controller memory buffer.
 const BUFFER: u64 = 16 * MIB;
@@ -133,7 +131,7 @@ pub fn disks_transfer_data_through_the_memory_of_one(
         .guest("a")
         .whole()
         .cpus(2)
-        .args(&["-cpu", ZEN])
+        .args(&["-cpu", TCG_ZEN_CPU])
         .boot()?;
     let disks = Disks::find(&guest)?;
     // A window more, of the disk that reaches the other's BAR.

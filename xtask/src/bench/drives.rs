@@ -43,6 +43,7 @@ impl Both<'_> {
                 drive,
                 cpu: &|| cpu::time(self.pids),
                 timing,
+                memory: None,
             };
             run.measure(job)
                 .with_context(|| format!("{} on {drive}", job.name))

@@ -25,6 +25,8 @@ pub(super) struct Run<'a> {
     /// CPU time so far of all that the host has for the guest.
     pub(super) cpu: &'a dyn Fn() -> Result<Duration>,
     pub(super) timing: Timing,
+    /// The file in the guest that has the data, if not its RAM.
+    pub(super) memory: Option<&'a str>,
 }
 
 impl Run<'_> {
@@ -62,7 +64,8 @@ impl Run<'_> {
             begin: hook("begin"),
             end: hook("end"),
         };
-        let arguments = fio::arguments(job, self.drive, self.timing, &hooks);
+        let mut arguments = fio::arguments(job, self.drive, self.timing, &hooks);
+        arguments.extend(self.memory.map(|file| format!("--mem=mmapshared:{file}")));
         let arguments = shlex::try_join(arguments.iter().map(String::as_str))
             .context("quoting fio's arguments")?;
         Ok(format!(

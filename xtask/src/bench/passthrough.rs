@@ -10,7 +10,7 @@ use farside_bench::{
     Better, Data, JobResult, Measurement, Pair, Passthrough, Section, Series, Target, Unit,
     fio::Timing, job::Job,
 };
-use farside_testbed::{HostVm, Nested};
+use farside_testbed::{HostVm, Nested, TCG_ZEN_CPU};
 use farside_tests::hosts::{start_with_fio, stripped};
 use serde_json::json;
 
@@ -44,8 +44,19 @@ struct Device {
     /// The host's QEMU gets these, and a drive `NAME`, or the ports of a hub that they name.
     args: &'static [&'static str],
     disk: Disk,
-    /// The guest's modules for it and its disk.
-    modules: &'static str,
+    /// Loads the guest's modules for it and its disk.
+    load: &'static str,
+    /// Where the data of its I/O is.
+    data: Memory,
+}
+
+/// Where data is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Memory {
+    /// In the guest's RAM.
+    Ram,
+    /// In the controller memory buffer of the first of the devices: peer to peer.
+    Buffer,
 }
 
 /// Where the disk is.
@@ -62,13 +73,25 @@ const NETWORK: [&str; 2] = ["10.9.0.1", "10.9.0.2"];
 /// The host's file for that disk.
 const FILE: &str = "/tmp/disk";
 
-const DEVICES: [Device; 5] = [
+/// Of the first two, the second has its data in the buffer of the first one.
+const DEVICES: [Device; 6] = [
     Device {
         name: "nvme",
         bdf: "0000:00:0a.0",
-        args: &["nvme,drive=nvme,serial=nvme,addr=a"],
+        args: &["nvme,drive=nvme,serial=nvme,cmb_size_mb=16,addr=a"],
         disk: Disk::Behind,
-        modules: "nvme",
+        // Its queues are in RAM, as without a buffer.
+        load: "modprobe nvme use_cmb_sqes=0",
+        data: Memory::Ram,
+    },
+    Device {
+        name: "nvme-to-nvme",
+        bdf: "0000:00:07.0",
+        args: &["nvme,drive=nvme-to-nvme,serial=peer,addr=7"],
+        disk: Disk::Behind,
+        // Anew, so that what the driver writes to the MSI-X table is counted.
+        load: "cd /sys/bus/pci/drivers/nvme; echo 0000:00:07.0 >unbind; echo 0000:00:07.0 >bind",
+        data: Memory::Buffer,
     },
     Device {
         name: "qemu-xhci",
@@ -78,7 +101,8 @@ const DEVICES: [Device; 5] = [
             "usb-storage,bus=xhci.0,drive=qemu-xhci",
         ],
         disk: Disk::Behind,
-        modules: "xhci_pci usb_storage sd_mod",
+        load: "modprobe -a xhci_pci usb_storage sd_mod",
+        data: Memory::Ram,
     },
     Device {
         name: "ich9-ahci",
@@ -88,7 +112,8 @@ const DEVICES: [Device; 5] = [
             "ide-hd,bus=sata.0,drive=ich9-ahci",
         ],
         disk: Disk::Behind,
-        modules: "ahci sd_mod",
+        load: "modprobe -a ahci sd_mod",
+        data: Memory::Ram,
     },
     Device {
         name: "e1000e",
@@ -98,14 +123,16 @@ const DEVICES: [Device; 5] = [
             "virtio-net-pci,netdev=peer,romfile=,addr=e",
         ],
         disk: Disk::OverTcp,
-        modules: "e1000e",
+        load: "modprobe -a e1000e",
+        data: Memory::Ram,
     },
     Device {
         name: "igb",
         bdf: "0000:00:08.0",
         args: &["igb,netdev=igb,romfile=,addr=8"],
         disk: Disk::OverTcp,
-        modules: "igb",
+        load: "modprobe -a igb",
+        data: Memory::Ram,
     },
 ];
 
@@ -195,6 +222,13 @@ fn in_host(parameters: &Parameters<'_>, host: &HostVm) -> Result<(Vec<JobResult>
         series.extend(figures(&result.label(), &turns));
         results.push(result);
     }
+    for (n, job) in jobs.iter().enumerate() {
+        let turns = |device: usize| {
+            let at = device * jobs.len() + n;
+            pairs.iter().map(move |[borrowed, _]| &borrowed[at])
+        };
+        series.extend(beside_ram(job, turns(0), turns(1)));
+    }
     Ok((results, section(series)))
 }
 
@@ -243,7 +277,11 @@ fn guest(parameters: &Parameters<'_>, host: &HostVm, way: Way) -> Result<Vec<Tur
         };
         ["-device".to_owned(), device.to_string()]
     });
-    let guest = host.guest("g").memory(GUEST_RAM).args(devices);
+    let guest = host
+        .guest("g")
+        .memory(GUEST_RAM)
+        .args(["-cpu", TCG_ZEN_CPU])
+        .args(devices);
     let guest = start_with_fio(host, guest)?;
     let mut turns = Vec::new();
     for device in &DEVICES {
@@ -295,14 +333,14 @@ impl Stage<'_> {
 
     /// Has the guest's driver use the device. Returns the name of its disk.
     fn bind(&self) -> Result<String> {
-        let Device { bdf, modules, .. } = self.device;
+        let Device { bdf, load, .. } = self.device;
         self.count_traps()?;
         let (connect, of_disk) = match self.device.disk {
             Disk::Behind => (String::new(), format!("/{bdf}/")),
             Disk::OverTcp => (connect(bdf), "/nvme-subsystem/".to_owned()),
         };
         let bind = format!(
-            "set -e; modprobe -a {modules}
+            "set -e; {load}
             {connect}
             until link=$(ls -l /sys/block | grep -m 1 {of_disk}); do sleep 0.1; done
             echo ${{link##*/}}"
@@ -318,11 +356,13 @@ impl Stage<'_> {
 
     fn turn(&self, disk: &str, job: &Job) -> Result<Turn> {
         let seconds = self.parameters.settings.seconds;
+        let buffer = format!("/sys/bus/pci/devices/{}/p2pmem/allocate", DEVICES[0].bdf);
         let run = Run {
             vm: self.guest,
             drive: disk,
             cpu: &|| busy(self.host),
             timing: Timing { ramp: 0, seconds },
+            memory: (self.device.data == Memory::Buffer).then_some(buffer.as_str()),
         };
         self.count_traps()?;
         let before = self.interrupts()?;
@@ -477,6 +517,31 @@ fn figures(label: &str, turns: &[[&Turn; 2]]) -> [Series; 4] {
     ]
 }
 
+/// Bandwidth of a borrowed device to the buffer of another one, beside that to RAM.
+fn beside_ram<'a>(
+    job: &Job,
+    ram: impl Iterator<Item = &'a Turn>,
+    buffer: impl Iterator<Item = &'a Turn>,
+) -> [Series; 2] {
+    let name = |place: &str| format!("{}, borrowed, data in {place}", job.name);
+    let series = |place: &str, data: Vec<f64>| Series {
+        name: name(place),
+        unit: Unit::BytesPerSecond,
+        better: Better::More,
+        data: Data::Repeats(data),
+        against: None,
+        target: None,
+    };
+    let bandwidth = |turn: &Turn| turn.measurement.bandwidth;
+    [
+        series("RAM", ram.map(bandwidth).collect()),
+        Series {
+            against: Some(name("RAM")),
+            ..series("another one's buffer", buffer.map(bandwidth).collect())
+        },
+    ]
+}
+
 fn section(series: Vec<Series>) -> Section {
     Section {
         name: "passthrough".into(),
@@ -484,7 +549,9 @@ fn section(series: Vec<Series>) -> Section {
         about: "The same jobs, on a device that the guest borrows and on the same device by plain \
                 vfio-pci. Interrupts are those of the guest's driver. Trapped accesses are reads \
                 and writes of the device's BARs by the guest that reached KVM while fio ran: each \
-                is a round trip to QEMU, and where the device is borrowed, to the backend."
+                is a round trip to QEMU, and where the device is borrowed, to the backend. \
+                The data of nvme-to-nvme is in the controller memory buffer of nvme: bandwidth is that \
+                peer to peer beside that of nvme to RAM."
             .into(),
         series,
     }

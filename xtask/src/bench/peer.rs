@@ -5,7 +5,7 @@ use std::ffi::OsString;
 
 use anyhow::{Context, Result, ensure};
 use farside_bench::{Better, Data, Section, Series, Unit, fio};
-use farside_testbed::{Accel, Vm};
+use farside_testbed::{Accel, TCG_ZEN_CPU, Vm};
 
 use super::Parameters;
 use crate::{
@@ -18,9 +18,6 @@ const SIZE: Size = Size {
     memory_mib: 1024,
     cpus: 2,
 };
-
-/// Linux allows it between root ports of hosts that it knows, such as AMD's since Zen.
-const ZEN: &str = "max,la57=off,erms=off,fsrm=off,family=25";
 
 /// fio's `rw`, and what it is called.
 const JOBS: [(&str, &str); 2] = [("read", "disk to"), ("write", "disk from")];
@@ -50,7 +47,7 @@ fn in_guest(parameters: &Parameters<'_>, scene: &Scene) -> Result<Section> {
     } = parameters;
     let task = progress.spinner("Booting the guest");
     let cpu = match testbed.accel() {
-        Accel::Tcg => ["-cpu", ZEN].map(OsString::from).to_vec(),
+        Accel::Tcg => ["-cpu", TCG_ZEN_CPU].map(OsString::from).to_vec(),
         Accel::Kvm => Vec::new(),
     };
     let guest = scene.launch(testbed, &SIZE, &[], &cpu)?;

@@ -113,6 +113,7 @@ fn measure(parameters: &Parameters<'_>, near: &HostVm, far: &HostVm) -> Result<V
                         drive: disk,
                         cpu: &|| Ok(busy(near)? + busy(far)?),
                         timing: Timing { ramp: 0, seconds },
+                        memory: None,
                     };
                     run.measure(job)
                         .with_context(|| format!("{} on {disk}", job.name))
