@@ -2,7 +2,7 @@
 
 use anyhow::ensure;
 use farside_irq_relay::IrqIndex;
-use farside_tests::{Cluster, DmaTester, MIB, Machine, NVME, SHORT};
+use farside_tests::{Cluster, DmaTester, MIB, Machine, SHORT};
 use libtest_mimic::Completion;
 
 use crate::{check, passed};
@@ -13,8 +13,13 @@ const INTX: u8 = 0;
 const MSIX: u8 = 2;
 
 pub fn intx_on_an_i440fx_carries_io(cluster: &Cluster) -> anyhow::Result<Completion> {
-    let (_lender, _image) = cluster.lend_disk(64 * MIB)?;
-    let _backend = cluster.serve("a", &["disk0"]).start()?;
+    const DISKS: [&str; 2] = ["disk0", "disk1"];
+    let [first, second] = DISKS.map(|disk| cluster.image(disk, 64 * MIB));
+    let first = format!("disk0={}", first?.display());
+    // Its doorbells are polled, and with them how the driver takes completions, which ends an interrupt.
+    let second = format!("disk1={},mapped-doorbells", second?.display());
+    let _lender = cluster.lend(&["--nvme", &first, "--nvme", &second])?;
+    let _backend = cluster.serve("a", &DISKS).start()?;
     let guest = cluster
         .guest("a")
         .machine(Machine::I440fx)
@@ -22,18 +27,22 @@ pub fn intx_on_an_i440fx_carries_io(cluster: &Cluster) -> anyhow::Result<Complet
         .append("pci=nomsi")
         .whole()
         .boot()?;
-    guest.wait_disk()?;
-    check::io(&guest, "/dev/nvme0n1", 7)?;
-    let bdf = guest.find(NVME)?;
-    let listed = guest.sh(&format!("lspci -v -s {bdf}"))?;
-    ensure!(listed.contains("MSI-X: Enable-"), "{listed}");
-    let lent = cluster.status()?.lent("disk0")?;
-    ensure!(
-        matches!(*lent.interrupts, [(INTX, 0, count)] if count > 8),
-        "{lent:?}"
-    );
-    check::open(cluster, &guest, "disk0", 1)?;
-    check::no_faults(cluster, &["disk0"])?;
+    for disk in ["nvme0n1", "nvme1n1"] {
+        let disk = format!("/dev/{disk}");
+        guest.wait_path(&disk, SHORT)?;
+        check::io(&guest, &disk, 7)?;
+    }
+    let listed = guest.sh("lspci -v -d ::0108")?;
+    ensure!(listed.matches("MSI-X: Enable-").count() == 2, "{listed}");
+    for disk in DISKS {
+        let lent = cluster.status()?.lent(disk)?;
+        ensure!(
+            matches!(*lent.interrupts, [(INTX, 0, count)] if count > 8),
+            "{lent:?}"
+        );
+        check::open(cluster, &guest, disk, 1)?;
+    }
+    check::no_faults(cluster, &DISKS)?;
     guest.power_off()?;
     passed()
 }
