@@ -67,7 +67,7 @@ pub(crate) struct Device {
     described: Described,
     counts: IrqCounts,
     config: ConfigSpace,
-    /// Where a BAR shows that.
+    /// The mirror of it in a BAR.
     mirror: Option<ConfigMirror>,
     /// Its expansion ROM; empty if it has none.
     rom: Vec<u8>,
@@ -187,7 +187,7 @@ impl Device {
         };
         let mut device = Self {
             counts,
-            mirror: requests::mirror(&described.description),
+            mirror: described.description.mirror(),
             config,
             rom,
             memory,

@@ -70,14 +70,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 /// One backend's report; none if no backend listens at `socket`.
 pub(crate) fn backend(socket: &Path) -> anyhow::Result<Option<BackendReport>> {
-    match ask(socket) {
+    match read_report(socket) {
         // Its keeper may have started another one, or nothing listens any more.
-        Err(error) if has_ended(&error) => ask(socket),
-        asked => asked,
+        Err(error) if has_ended(&error) => read_report(socket),
+        read => read,
     }
 }
 
-fn ask(socket: &Path) -> anyhow::Result<Option<BackendReport>> {
+fn read_report(socket: &Path) -> anyhow::Result<Option<BackendReport>> {
     let failed = |what: &str, error: io::Error| match error.kind() {
         ErrorKind::WouldBlock => anyhow!(
             "the backend does not answer at {} within {TIMEOUT:?}: it hangs, or is stopped",
@@ -296,18 +296,23 @@ fn faults(text: &mut String, device: &DeviceStatus) -> fmt::Result {
 mod tests {
     use std::{os::unix::net::UnixListener, thread};
 
-    use rustix::event::{PollFd, PollFlags, poll};
+    use rustix::{
+        event::{PollFd, PollFlags, Timespec, poll},
+        net::sockopt,
+    };
 
     use super::*;
 
-    /// Runs `end` with the listener of a backend once a client has connected, and returns what the client gets.
-    fn asked(end: impl FnOnce(UnixListener) + Send) -> anyhow::Result<Option<BackendReport>> {
+    /// Reads the report of a backend that ends as `end` does, once a client has connected to the listener.
+    fn read_from(end: impl FnOnce(UnixListener) + Send) -> anyhow::Result<Option<BackendReport>> {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("status");
         let listener = UnixListener::bind(&socket).unwrap();
+        sockopt::set_socket_timeout(&listener, sockopt::Timeout::Recv, Some(TIMEOUT)).unwrap();
         thread::scope(|scope| {
             scope.spawn(|| {
-                poll(&mut [PollFd::new(&listener, PollFlags::IN)], None).unwrap();
+                let limit = Timespec::try_from(TIMEOUT).unwrap();
+                poll(&mut [PollFd::new(&listener, PollFlags::IN)], Some(&limit)).unwrap();
                 end(listener);
             });
             backend(&socket)
@@ -315,25 +320,27 @@ mod tests {
     }
 
     #[test]
-    fn a_backend_that_ends_while_it_is_asked_does_not_run() {
-        assert!(asked(drop).unwrap().is_none());
+    fn a_backend_that_ends_before_its_report_does_not_run() {
+        assert!(read_from(drop).unwrap().is_none());
         let accepted = |listener: UnixListener| {
             let client = listener.accept().unwrap();
             drop(listener);
             drop(client);
         };
-        assert!(asked(accepted).unwrap().is_none());
+        assert!(read_from(accepted).unwrap().is_none());
     }
 
     #[test]
-    fn a_backend_that_says_nothing_twice_is_an_error() {
+    fn a_backend_without_a_report_is_an_error_the_second_time() {
+        let mut connections = 0;
         let silent = |listener: UnixListener| {
             for _ in 0..2 {
-                drop(listener.accept().unwrap());
+                connections += usize::from(listener.accept().is_ok());
             }
         };
-        let error = format!("{:#}", asked(silent).unwrap_err());
+        let error = format!("{:#}", read_from(silent).unwrap_err());
         assert!(error.contains("cannot use the status from"), "{error}");
+        assert_eq!(connections, 2);
     }
 
     #[test]

@@ -76,7 +76,9 @@ impl Bars {
     ) -> std::io::Result<Self> {
         let mut left = left.into_iter();
         let mut bars = [const { None }; 6];
-        for (slot, bar) in bars.iter_mut().zip(&described.description.bars) {
+        let mirror = described.description.mirror().map(|it| it.area());
+        let described_bars = (0..).zip(&described.description.bars);
+        for (slot, (number, bar)) in bars.iter_mut().zip(described_bars) {
             let Some(bar) = bar else { continue };
             if bar.mappable.is_empty() {
                 continue;
@@ -98,7 +100,12 @@ impl Bars {
                     exported: None,
                 }),
             };
-            let areas = bar.mappable.iter().map(|area| SparseArea {
+            // What is in it is served from the guest's configuration space, whether the lender knows of it or not.
+            let trapped = mirror.clone().filter(|(of, _)| of == &number);
+            let trapped = trapped.map_or(0..0, |(_, bytes)| bytes);
+            let areas = bar.mappable.iter();
+            let areas = areas.flat_map(|area| area.without(trapped.start, trapped.end));
+            let areas = areas.map(|area| SparseArea {
                 offset: area.offset,
                 size: area.len,
             });
@@ -200,7 +207,7 @@ impl Bars {
     /// The mmap-able memory of a BAR.
     pub(crate) fn mappable(&self, bar: u8) -> Option<Mappable<'_>> {
         let bar = self.bars.get(usize::from(bar))?.as_ref()?;
-        let memory = bar.memory.as_ref()?;
+        let memory = bar.memory.as_ref().filter(|_| !bar.areas.is_empty())?;
         Some(Mappable {
             fd: memory.file.as_fd(),
             offset: memory.offset,

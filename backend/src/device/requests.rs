@@ -6,7 +6,7 @@ use farside_error_chain::Chain;
 use farside_fabric::memory::HostSlice;
 use farside_guest_layout::Gpa;
 use farside_irq_relay::{SetIrqs, SetIrqsMessage};
-use farside_pci::{ConfigMirror, Description, rom};
+use farside_pci::{Description, rom};
 use farside_vfio_user::{
     DeviceInfo, DmaMap, DmaUnmap, Refusal, Region, RegionInfo, RegionWrite, Reply, ReplyTo,
     Request,
@@ -31,9 +31,7 @@ impl Device {
         self.buffer.resize(count, 0xff);
         let mut interrupt_status = None;
         let mut config = Vec::new();
-        let mirror = self.mirror;
-        let shown = |bar| mirror?.read(bar, offset, count);
-        let bar = match reached(region, offset, shown) {
+        let bar = match self.reached(region, offset, count, Access::Read) {
             (Region::Config, offset) => {
                 let size = self.config.size();
                 if self.is_present() && offset + count as u64 <= size {
@@ -95,7 +93,7 @@ impl Device {
             self.write_shared(&memory, data);
             return Answer::Reply(reply);
         }
-        let (reached, at) = self.reached_by_write(region, offset, data.len());
+        let (reached, at) = self.reached(region, offset, data.len(), Access::Write);
         if let (Region::Bar(bar), Some(channel)) = (reached, &mut self.registers) {
             // The common case: no task and no copy.
             if !in_bar(&self.described.description, bar, offset, data.len()) {
@@ -134,10 +132,36 @@ impl Device {
         }
     }
 
-    /// What a write to a region reaches, and where.
-    fn reached_by_write(&self, region: Region, offset: u64, count: usize) -> (Region, u64) {
-        let shown = |bar| self.mirror?.write(bar, offset, count);
-        reached(region, offset, shown)
+    /// The region that an access reaches, and the offset in it: a BAR may have a mirror of configuration space.
+    fn reached(&self, region: Region, offset: u64, count: usize, access: Access) -> (Region, u64) {
+        let (Region::Bar(bar), Some(mirror)) = (region, &self.mirror) else {
+            return (region, offset);
+        };
+        let served = match access {
+            Access::Read => mirror.read(bar, offset, count),
+            Access::Write => mirror.write(bar, offset, count),
+        };
+        served.map_or((region, offset), |at| (Region::Config, at))
+    }
+
+    /// Whether a request may change what the next backend is to find.
+    fn changes_state(&self, request: &Request<'_>) -> bool {
+        match request {
+            Request::DeviceGetInfo
+            | Request::DeviceGetRegionInfo { .. }
+            | Request::DeviceGetIrqInfo { .. }
+            | Request::RegionRead { .. } => false,
+            Request::RegionWrite(write) => {
+                let RegionWrite {
+                    region,
+                    offset,
+                    data,
+                } = write;
+                let reached = self.reached(*region, *offset, data.len(), Access::Write);
+                !matches!(reached, (Region::Bar(_), _))
+            }
+            _ => true,
+        }
     }
 
     /// The tasks of a write.
@@ -293,7 +317,7 @@ impl Handler for Device {
 
     fn handle(&mut self, request: Request<'_>, to: ReplyTo) -> Answer<'_> {
         self.ram_taken &= matches!(request, Request::DmaUnmap(_));
-        self.records.is_dirty |= changes_state(&request);
+        self.records.is_dirty |= self.changes_state(&request);
         match request {
             Request::RegionWrite(_) | Request::RegionWriteMulti(_) => {
                 self.log.message(self.records.turn());
@@ -341,7 +365,7 @@ impl Handler for Device {
                         offset,
                         data,
                     } = write;
-                    let (region, offset) = self.reached_by_write(region, offset, data.len());
+                    let (region, offset) = self.reached(region, offset, data.len(), Access::Write);
                     match self.write_tasks(region, offset, data) {
                         Ok(more) => tasks.extend(more),
                         Err(errno) => return Answer::Error(errno),
@@ -363,32 +387,10 @@ impl Handler for Device {
     }
 }
 
-/// Whether a request may change what the next backend is to find.
-fn changes_state(request: &Request<'_>) -> bool {
-    match request {
-        Request::DeviceGetInfo
-        | Request::DeviceGetRegionInfo { .. }
-        | Request::DeviceGetIrqInfo { .. }
-        | Request::RegionRead { .. } => false,
-        Request::RegionWrite(write) => !matches!(write.region, Region::Bar(_)),
-        _ => true,
-    }
-}
-
-/// Where a BAR of the function shows configuration space.
-pub(super) fn mirror(description: &Description) -> Option<ConfigMirror> {
-    let mirror = ConfigMirror::of(&description.config.clone().into())?;
-    let (bar, offset, len) = mirror.area();
-    in_bar(description, bar, offset, len as usize).then_some(mirror)
-}
-
-/// What an access to a region reaches, and where. `shown`: the offset in configuration space, if the BAR shows that there.
-fn reached(region: Region, offset: u64, shown: impl FnOnce(u8) -> Option<u64>) -> (Region, u64) {
-    let config = match region {
-        Region::Bar(bar) => shown(bar),
-        _ => None,
-    };
-    config.map_or((region, offset), |at| (Region::Config, at))
+#[derive(Clone, Copy)]
+enum Access {
+    Read,
+    Write,
 }
 
 fn in_bar(description: &Description, bar: u8, offset: u64, count: usize) -> bool {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::regs::*;
+use crate::{ConfigMirror, regs::*};
 
 /// A function's configuration-space image, BARs and interrupts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,6 +21,16 @@ pub struct Description {
     pub msix_vectors: u16,
     /// One line for people: model name and size.
     pub summary: String,
+}
+
+impl Description {
+    /// The mirror of its configuration space in a BAR, if the function has one. The configuration space has 256 or 4096 bytes.
+    pub fn mirror(&self) -> Option<ConfigMirror> {
+        let mirror = ConfigMirror::of(&self.config.clone().into())?;
+        let (bar, bytes) = mirror.area();
+        let bar = self.bars.get(usize::from(bar))?.as_ref()?;
+        (bytes.end <= bar.size).then_some(mirror)
+    }
 }
 
 /// One base address register.
@@ -97,6 +107,19 @@ impl BarKind {
             } else {
                 0
             }
+    }
+}
+
+impl SparseMmapArea {
+    /// What is left of it without the bytes from `from` to before `to`.
+    pub fn without(self, from: u64, to: u64) -> impl Iterator<Item = Self> {
+        let end = self.offset.saturating_add(self.len);
+        let parts = [(self.offset, end.min(from)), (self.offset.max(to), end)];
+        let parts = parts.into_iter().filter(|(start, end)| start < end);
+        parts.map(|(start, end)| Self {
+            offset: start,
+            len: end - start,
+        })
     }
 }
 

@@ -3,6 +3,8 @@
 //! Pure, and the same at both ends: the backend splits a guest's access into pieces for the device, and the lender, which
 //! does not trust it, checks each piece by the image that it has read itself.
 
+use std::ops::Range;
+
 use crate::{
     ConfigImage,
     policy::{self, Class, DEVICE_SPECIFIC, Extent, Field, List, Shown, Treatment},
@@ -305,6 +307,29 @@ fn extended(image: &ConfigImage) -> Vec<(u16, usize)> {
         at = (header >> 20) as usize & !0b11;
     }
     found
+}
+
+/// The bytes of a 4096-byte space from 0x100 on that are in no capability. A hidden capability, whose length is not known, reaches up
+/// to the next one.
+pub(crate) fn extended_gaps(image: &ConfigImage) -> Vec<Range<u64>> {
+    let mut gaps = Vec::new();
+    let mut from = CFG_SPACE_SIZE;
+    if image.len() == CFG_SPACE_EXP_SIZE {
+        for (id, at, end) in with_ends(extended(image), CFG_SPACE_EXP_SIZE) {
+            gaps.push(from..at);
+            from = match policy::rule(List::Extended, id).1 {
+                Treatment::Show(shown) => shown
+                    .length(image, at)
+                    .map_or(end, |length| (at + length).next_multiple_of(4).min(end)),
+                Treatment::Hide(_) => end,
+            };
+        }
+    }
+    gaps.push(from..CFG_SPACE_EXP_SIZE);
+    gaps.retain(|gap| !gap.is_empty());
+    gaps.into_iter()
+        .map(|gap| gap.start as u64..gap.end as u64)
+        .collect()
 }
 
 /// In the order of their offsets, each with the offset of the next, or the end of the space.

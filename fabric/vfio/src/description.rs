@@ -5,7 +5,7 @@ use std::fmt;
 use farside_fabric::PAGE_SIZE;
 use farside_irq_relay::{IrqCounts, IrqIndex};
 use farside_pci::regs::*;
-use farside_pci::{Bar, BarKind, ConfigImage, ConfigMirror, Description, SparseMmapArea};
+use farside_pci::{Bar, BarKind, ConfigImage, Description, SparseMmapArea};
 use serde::{Deserialize, Serialize};
 use vfio_bindings::bindings::vfio::VFIO_PCI_CONFIG_REGION_INDEX;
 
@@ -57,8 +57,7 @@ pub fn describe(
     // QEMU emulates the MSI-X table: guest writes must not reach the device, whose table the kernel
     // programs.
     let msix = image.find_capability(CAP_ID_MSIX, MSIX_SIZEOF);
-    let msix = msix.map(|at| image.msix_areas(at));
-    let mirror = ConfigMirror::of(&image).map(|it| it.area());
+    let traps = msix.map(|at| image.msix_areas(at));
     let mut bars = [const { None }; 6];
     let mut bar = 0;
     while bar < 6 {
@@ -68,15 +67,15 @@ pub fn describe(
             if !size.is_power_of_two() {
                 return Err(format!("BAR {bar} of {size:#x} bytes is no power of two"));
             }
-            let traps = msix.iter().flatten().chain(&mirror);
-            let traps = traps.filter(|&&(of, ..)| usize::from(of) == bar);
-            let traps: Vec<(u64, u64)> = traps.map(|&(_, offset, len)| (offset, len)).collect();
+            let mine = traps.iter().flatten();
+            let mine = mine.filter(|&&(of, ..)| usize::from(of) == bar);
+            let mine: Vec<(u64, u64)> = mine.map(|&(_, offset, len)| (offset, len)).collect();
             bars[bar] = Some(Bar {
                 size,
                 kind,
                 mappable: match kind {
                     BarKind::Io => Vec::new(),
-                    _ => mappable(&regions[bar], &traps),
+                    _ => mappable(&regions[bar], &mine),
                 },
             });
         }
@@ -107,14 +106,13 @@ fn mappable(region: &Region, traps: &[(u64, u64)]) -> Vec<SparseMmapArea> {
         None => vec![(0, region.size)],
     };
     // Inward to whole pages, and inside the BAR.
-    let mut areas: Vec<(u64, u64)> = areas
+    let mut areas: Vec<SparseMmapArea> = areas
         .iter()
         .filter_map(|&(offset, len)| {
             let end = offset.checked_add(len)?.min(region.size);
-            Some((
-                offset.checked_next_multiple_of(PAGE_SIZE)?,
-                end - end % PAGE_SIZE,
-            ))
+            let offset = offset.checked_next_multiple_of(PAGE_SIZE)?;
+            let len = (end - end % PAGE_SIZE).checked_sub(offset)?;
+            Some(SparseMmapArea { offset, len })
         })
         .collect();
     for &(offset, len) in traps {
@@ -122,20 +120,13 @@ fn mappable(region: &Region, traps: &[(u64, u64)]) -> Vec<SparseMmapArea> {
         let to = offset.saturating_add(len);
         let to = to.checked_next_multiple_of(PAGE_SIZE).unwrap_or(u64::MAX);
         areas = areas
-            .iter()
-            .flat_map(|&(start, end)| [(start, end.min(from)), (start.max(to), end)])
-            .filter(|(start, end)| start < end)
+            .into_iter()
+            .flat_map(|area| area.without(from, to))
             .collect();
     }
-    areas.retain(|(start, end)| start < end);
-    areas.sort_unstable();
+    areas.retain(|area| area.len != 0);
+    areas.sort_unstable_by_key(|area| area.offset);
     areas
-        .iter()
-        .map(|&(start, end)| SparseMmapArea {
-            offset: start,
-            len: end - start,
-        })
-        .collect()
 }
 
 /// The name of a class code (24 bits: base class, sub-class, interface), for display.

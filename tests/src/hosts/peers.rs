@@ -2,7 +2,7 @@
 //! one, through an NTB and over a network.
 
 use anyhow::{Context, Result, ensure};
-use farside_testbed::{IommufdModules, Nested, TCG_ZEN_CPU, kernel_view::LiveMappings};
+use farside_testbed::{IommufdModules, Nested, kernel_view::LiveMappings};
 
 use super::{
     Set,
@@ -174,7 +174,7 @@ fn play(set: &Set<'_>, host: &Host, facts: &mut PeerFacts) -> Result<()> {
 fn guest_with_all<'a>(set: &Set<'_>, host: &'a Host, ram: u64) -> Result<Nested<'a>> {
     (set.tell)("starting a guest with two functions and a model");
     let devices = DISKS.map(|disk| socket(VM, disk));
-    let guest = host.guest(VM).memory(ram).args(["-cpu", TCG_ZEN_CPU]);
+    let guest = host.guest(VM).memory(ram).zen();
     let guest = devices
         .iter()
         .fold(guest, |guest, socket| guest.vfio_user(socket));

@@ -61,6 +61,9 @@ pub(crate) const TCG_HOST_CPU: &str = "max,la57=off";
 /// touch new memory, again and again while devices are plugged in.
 pub const NESTED_KVM_CPU: &str = "host,kvm-pv-eoi=off";
 
+/// The same as [`TCG_ZEN_CPU`].
+pub(crate) const NESTED_KVM_ZEN_CPU: &str = "host,kvm-pv-eoi=off,family=25";
+
 /// Tries KVM once per boot of the machine and per version of QEMU and guest.
 pub(crate) fn choose(testbed: &Testbed, progress: &Progress) -> Result<Accel> {
     let usable = OpenOptions::new().read(true).write(true).open("/dev/kvm");

@@ -38,9 +38,9 @@ const DISKS: [(&str, &str, &str); 2] = [
 ];
 
 pub fn u_boots_own_drivers_use_borrowed_disks(cluster: &Cluster) -> anyhow::Result<Completion> {
-    let data = noise(7, TRANSFER as usize);
     let (mut lend, mut images) = (Vec::new(), Vec::new());
-    for (_, device, option) in DISKS {
+    for (seed, (_, device, option)) in (7..).zip(DISKS) {
+        let data = noise(seed, TRANSFER as usize);
         let path = cluster.directory().join(device);
         let image = File::options()
             .create_new(true)
@@ -50,7 +50,7 @@ pub fn u_boots_own_drivers_use_borrowed_disks(cluster: &Cluster) -> anyhow::Resu
         image.set_len(DISK)?;
         image.write_all_at(&data, 0)?;
         lend.extend([option.to_owned(), format!("{device}={}", path.display())]);
-        images.push(image);
+        images.push((image, data));
     }
     let lend: Vec<&str> = lend.iter().map(String::as_str).collect();
     let _lender = cluster.lend(&lend)?;
@@ -58,14 +58,14 @@ pub fn u_boots_own_drivers_use_borrowed_disks(cluster: &Cluster) -> anyhow::Resu
     let _backend = cluster.serve("a", &devices).start()?;
     let mut machine = UBoot::start(cluster)?;
     for round in 0..2_u64 {
-        for ((driver, ..), image) in DISKS.iter().zip(&images) {
+        for ((driver, ..), (image, data)) in DISKS.iter().zip(&images) {
             let to = COPY + round * TRANSFER;
             machine
                 .copy(driver, to)
                 .with_context(|| format!("{driver}, round {round}"))?;
             let mut copied = vec![0; data.len()];
             image.read_exact_at(&mut copied, to)?;
-            ensure!(copied == data, "{driver}, round {round}: the copy differs");
+            ensure!(copied == *data, "{driver}, round {round}: the copy differs");
         }
         if round == 0 {
             machine.reset()?;
@@ -115,11 +115,11 @@ impl UBoot {
             _qemu: qemu,
             console,
         };
-        machine.until(PROMPT, "a prompt after the start")?;
+        machine.until(PROMPT, "prompt after the start")?;
         Ok(machine)
     }
 
-    /// Reads the console until this text. Returns all before it.
+    /// Reads the console up to this text. Returns what it has read.
     fn until(&mut self, text: &[u8], what: &str) -> anyhow::Result<String> {
         let deadline = Instant::now() + BOOT;
         let mut seen = Vec::new();
@@ -130,7 +130,8 @@ impl UBoot {
                 true => 0,
                 false => {
                     self.console.set_read_timeout(Some(left))?;
-                    self.console.read(&mut byte).unwrap_or(0)
+                    let read = self.console.read(&mut byte);
+                    read.with_context(|| format!("no {what}"))?
                 }
             };
             if read == 0 {
@@ -158,16 +159,17 @@ impl UBoot {
         ensure!(info.contains(&capacity), "{info}");
         let blocks = TRANSFER / BLOCK;
         for (command, at, done) in [("read", 0, "read"), ("write", to / BLOCK, "written")] {
-            let said = self.run(&format!("{driver} {command} {RAM:x} {at:x} {blocks:x}"))?;
+            let output = self.run(&format!("{driver} {command} {RAM:x} {at:x} {blocks:x}"))?;
             let wanted = format!("{blocks} blocks {done}: OK");
-            ensure!(said.contains(&wanted), "{said}");
+            ensure!(output.contains(&wanted), "{output}");
         }
         Ok(())
     }
 
     /// Resets the machine.
     fn reset(&mut self) -> anyhow::Result<()> {
-        writeln!(self.console, "reset")?;
-        self.until(PROMPT, "a prompt after a reset").map(drop)
+        let output = self.run("reset")?;
+        ensure!(output.contains("U-Boot 20"), "no reset: {output}");
+        Ok(())
     }
 }

@@ -10,7 +10,10 @@ use std::{
 use farside_pci::{Bar, BarKind, ConfigImage, regs::CAP_ID_MSI};
 use farside_scripted_vmm::device::{CONFIG, Device};
 use farside_tests::{Cluster, MIB};
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::{
+    fs::{MemfdFlags, memfd_create},
+    process::{Signal, kill_process},
+};
 use vfio_bindings::bindings::vfio::{
     VFIO_REGION_INFO_FLAG_CAPS, VFIO_REGION_INFO_FLAG_MMAP, VFIO_REGION_INFO_FLAG_READ,
     VFIO_REGION_INFO_FLAG_WRITE, vfio_region_info, vfio_region_sparse_mmap_area,
@@ -27,11 +30,16 @@ const MIRRORED: u64 = 4096;
 /// Its MSI capability.
 const MSI: usize = 0x68;
 
-/// A device whose memory is a file, with the writes that it was sent.
+/// A register outside capabilities, by which drivers of newer devices acknowledge an interrupt.
+const REARM: u64 = 0x704;
+/// What the device has in its mirror where no test expects it.
+const PATTERN: u8 = 0xa5;
+
+/// A device whose memory is a file, with the writes that it was sent: region, offset, data.
 struct Gpu {
     config: ConfigImage,
     memory: File,
-    writes: Vec<(u64, Vec<u8>)>,
+    writes: Vec<(u32, u64, Vec<u8>)>,
 }
 
 impl Gpu {
@@ -45,12 +53,13 @@ impl Gpu {
         config
             .add_capability(MSI, CAP_ID_MSI)
             .set_u16(MSI + 2, 0x80)
-            .add_express(0x78, 1);
+            .add_express(0x78, 1)
+            // An extended capability, AER.
+            .set_u32(0x100, 0x1 | 1 << 16);
         let memory = File::from(memfd_create("gpu", MemfdFlags::CLOEXEC).unwrap());
         memory.set_len(MIB).unwrap();
-        // The lender's address of the BAR, as its configuration space would show it there.
         memory
-            .write_all_at(&0xfb00_0000_u32.to_le_bytes(), MIRROR + 0x10)
+            .write_all_at(&[PATTERN; MIRRORED as usize], MIRROR)
             .unwrap();
         Self {
             config,
@@ -105,9 +114,7 @@ impl ServerBackend for Gpu {
     }
 
     fn region_write(&mut self, region: u32, offset: u64, data: &[u8]) -> io::Result<()> {
-        if region == 0 {
-            self.writes.push((offset, data.to_vec()));
-        }
+        self.writes.push((region, offset, data.to_vec()));
         Ok(())
     }
 
@@ -147,7 +154,11 @@ fn a_graphics_adapter_shows_the_guests_configuration_space() {
     });
     let argument = format!("gpu0={}", socket.display());
     let lender = cluster.lend(&["--vfio-user", &argument]).unwrap();
-    let backend = cluster.serve("a", &["gpu0"]).start().unwrap();
+    let backend = cluster
+        .serve("a", &["gpu0"])
+        .args(&["--keeper"])
+        .start()
+        .unwrap();
     let (mut device, ram) = connect(&cluster.directory().join("vm/a/gpu0.sock"));
 
     // The rest of the BAR is reached without a trap.
@@ -163,23 +174,26 @@ fn a_graphics_adapter_shows_the_guests_configuration_space() {
         assert_eq!(bar, config, "{at:#x}");
         bar
     };
-    for at in (0..MIRRORED).step_by(4) {
+    for at in (0..0x100).step_by(4) {
         through(&mut device, at, 4);
     }
     assert_eq!(through(&mut device, 0, 4), [0xde, 0x10, 0xb8, 0x1e]);
-    let guests = through(&mut device, 0x10, 4);
-    assert_ne!(
-        guests,
-        0xfb00_0000_u32.to_le_bytes(),
-        "the lender's address"
-    );
+    through(&mut device, 0x100, 4);
+    let mut register = [0; 4];
+    device.read(0, MIRROR + REARM, &mut register).unwrap();
+    assert_eq!(register, [PATTERN; 4]);
 
-    // A write is one to the guest's configuration space, and goes to the device neither as such nor as one to the BAR.
+    // A write is one to the guest's configuration space.
     device.write(0, MIRROR + 0x3c, &[0x5a]).unwrap();
     assert_eq!(through(&mut device, 0x3c, 1), [0x5a]);
-    // That acknowledges an interrupt.
+    // The next backend finds it, too.
+    device.write(0, MIRROR + 0x3c, &[0x5b]).unwrap();
+    kill_process(backend.backend().unwrap(), Signal::KILL).unwrap();
+    assert_eq!(through(&mut device, 0x3c, 1), [0x5b]);
+    // These acknowledge an interrupt.
     device.write(0, MIRROR + MSI as u64, &[0xff]).unwrap();
     assert_eq!(through(&mut device, MSI as u64, 1), [CAP_ID_MSI]);
+    device.write(0, MIRROR + REARM, &[0xff; 4]).unwrap();
     // A register beside it, which traps only because the VMM has it trap.
     device.write(0, rest, &[1, 2, 3, 4]).unwrap();
     // Writes are posted: a read after them has passed them.
@@ -189,6 +203,14 @@ fn a_graphics_adapter_shows_the_guests_configuration_space() {
     cluster.wait_free("gpu0").unwrap();
     drop((backend, lender));
     let writes = server.join().unwrap().writes;
-    let expected = [(MIRROR + MSI as u64, vec![0xff]), (rest, vec![1, 2, 3, 4])];
-    assert_eq!(writes, expected);
+    let (to_config, to_bar): (Vec<_>, Vec<_>) = writes.into_iter().partition(|it| it.0 == CONFIG);
+    let expected = [
+        (0, MIRROR + MSI as u64, vec![0xff]),
+        (0, MIRROR + REARM, vec![0xff; 4]),
+        (0, rest, vec![1, 2, 3, 4]),
+    ];
+    assert_eq!(to_bar, expected);
+    // The lender's own: BARs, command and device control.
+    let own = |offset: u64| [0x10, 0x04, 0x80].contains(&offset);
+    assert!(to_config.iter().all(|it| own(it.1)), "{to_config:x?}");
 }

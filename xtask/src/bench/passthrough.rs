@@ -10,7 +10,7 @@ use farside_bench::{
     Better, Data, JobResult, Measurement, Pair, Passthrough, Section, Series, Target, Unit,
     fio::Timing, job::Job,
 };
-use farside_testbed::{HostVm, Nested, TCG_ZEN_CPU};
+use farside_testbed::{HostVm, Nested};
 use farside_tests::hosts::{start_with_fio, stripped};
 use serde_json::json;
 
@@ -73,7 +73,6 @@ const NETWORK: [&str; 2] = ["10.9.0.1", "10.9.0.2"];
 /// The host's file for that disk.
 const FILE: &str = "/tmp/disk";
 
-/// Of the first two, the second has its data in the buffer of the first one.
 const DEVICES: [Device; 6] = [
     Device {
         name: "nvme",
@@ -223,11 +222,14 @@ fn in_host(parameters: &Parameters<'_>, host: &HostVm) -> Result<(Vec<JobResult>
         results.push(result);
     }
     for (n, job) in jobs.iter().enumerate() {
-        let turns = |device: usize| {
-            let at = device * jobs.len() + n;
-            pairs.iter().map(move |[borrowed, _]| &borrowed[at])
+        // The turns of the first device whose data is there.
+        let turns = |data: Memory| {
+            let device = DEVICES.iter().position(|device| device.data == data);
+            let at = device.map(|device| device * jobs.len() + n);
+            let borrowed = pairs.iter().map(|[borrowed, _]| borrowed);
+            borrowed.filter_map(move |turns| turns.get(at?))
         };
-        series.extend(beside_ram(job, turns(0), turns(1)));
+        series.extend(beside_ram(job, turns(Memory::Ram), turns(Memory::Buffer)));
     }
     Ok((results, section(series)))
 }
@@ -277,11 +279,7 @@ fn guest(parameters: &Parameters<'_>, host: &HostVm, way: Way) -> Result<Vec<Tur
         };
         ["-device".to_owned(), device.to_string()]
     });
-    let guest = host
-        .guest("g")
-        .memory(GUEST_RAM)
-        .args(["-cpu", TCG_ZEN_CPU])
-        .args(devices);
+    let guest = host.guest("g").memory(GUEST_RAM).zen().args(devices);
     let guest = start_with_fio(host, guest)?;
     let mut turns = Vec::new();
     for device in &DEVICES {

@@ -10,7 +10,7 @@ use farside_guest_agent::PORT_NAME;
 use super::channels::Channel;
 use super::{HostVm, SHORT};
 use crate::vm::{Board, EMULATED, Guest, Output, Pending, Qmp, kernel_args, read_lossy};
-use crate::{Accel, NESTED_KVM_CPU, tools_disk};
+use crate::{Accel, NESTED_KVM_CPU, TCG_ZEN_CPU, accel::NESTED_KVM_ZEN_CPU, tools_disk};
 
 /// For QEMU to start in an emulated host: some 20 s on an idle machine, and other
 /// VMs run beside it.
@@ -28,6 +28,7 @@ pub struct NestedBuilder<'a> {
     memory: u64,
     vcpus: u32,
     huge_pages: bool,
+    zen: bool,
     launcher: Option<String>,
     append: Vec<String>,
     args: Vec<String>,
@@ -64,6 +65,7 @@ impl<'a> NestedBuilder<'a> {
             memory: 256 << 20,
             vcpus: 1,
             huge_pages: false,
+            zen: false,
             launcher: None,
             append: Vec::new(),
             args: Vec::new(),
@@ -93,6 +95,12 @@ impl<'a> NestedBuilder<'a> {
     /// choice, and takes more arguments for QEMU.
     pub fn launcher(mut self, command: &str) -> Self {
         self.launcher = Some(command.to_owned());
+        self
+    }
+
+    /// A CPU on which Linux allows peer to peer ([`TCG_ZEN_CPU`]).
+    pub fn zen(mut self) -> Self {
+        self.zen = true;
         self
     }
 
@@ -177,10 +185,17 @@ impl<'a> NestedBuilder<'a> {
             .map(str::to_owned)
             .into(),
         };
-        if accel == Accel::Kvm {
-            // Of two, the last one counts.
-            words.extend(["-cpu", NESTED_KVM_CPU].map(str::to_owned));
-        }
+        let cpu = match (accel, self.zen) {
+            (Accel::Kvm, false) => Some(NESTED_KVM_CPU),
+            (Accel::Kvm, true) => Some(NESTED_KVM_ZEN_CPU),
+            (Accel::Tcg, false) => None,
+            (Accel::Tcg, true) => Some(TCG_ZEN_CPU),
+        };
+        // Of two, the last one counts.
+        words.extend(
+            cpu.into_iter()
+                .flat_map(|cpu| ["-cpu", cpu].map(str::to_owned)),
+        );
         words.extend(["-pidfile".to_owned(), pid_file.to_owned()]);
         words.extend(guest_args(accel, slot, &self.append));
         words.extend(self.args.iter().cloned());
