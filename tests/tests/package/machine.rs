@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use crate::stage::sh;
 
 /// Replaces the test bed's process 1: mounts the disks and switches to the root on one of
-/// them. It brings the agent along, and QEMU for a nested guest.
+/// them. It brings the agent along, busybox, and QEMU for a nested guest.
 const SWITCH: &str = "\
 #!/bin/sh
 b=/usr/bin/busybox
@@ -22,6 +22,7 @@ $b mount -t devtmpfs devtmpfs /dev
 for module in $($b cat /etc/farside/modules); do $b insmod $module 2>/dev/null; done
 $b modprobe virtio_blk
 $b modprobe ext4
+$b modprobe tun
 $b modprobe kvm_amd 2>/dev/null || $b modprobe kvm_intel 2>/dev/null
 mount_disk() {
     while :; do
@@ -34,6 +35,7 @@ mount_disk() {
 mount_disk farside-root /disk rw
 mount_disk farside-tools /disk/tools ro
 $b cp /init /disk/usr/local/bin/guest-agent
+$b cp $b /disk/usr/local/bin/
 $b umount /proc /sys
 exec $b switch_root /disk /usr/lib/systemd/systemd
 ";
