@@ -174,7 +174,8 @@ pub(crate) struct Lend {
     /// peer host, too.
     #[arg(long, value_name = "BDF")]
     pub(crate) ntb: Option<Bdf>,
-    /// Create N virtual functions of a physical function first.
+    /// Create N virtual functions of a physical function first. Those of an NVMe controller get
+    /// queues and interrupts, and are set online.
     #[arg(long, value_name = "BDF=N", value_parser = parse_vfs)]
     pub(crate) vfs: Vec<(Bdf, u32)>,
     /// Directory of this lender's volumes, which `farside volume` creates and deletes while the lender runs; made if it is

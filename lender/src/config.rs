@@ -110,7 +110,8 @@ pub struct Config {
     /// The directory of [volumes](crate::volumes), which are lent, too. Made if it is missing.
     #[serde(default)]
     pub volumes: Option<PathBuf>,
-    /// Virtual functions to create before devices are looked up; removed at the end.
+    /// Virtual functions to create before devices are looked up; removed at the end. Those of an NVMe
+    /// controller are set online.
     #[serde(default)]
     pub vfs: Vec<VfsConfig>,
     /// The VFIO API. Default: iommufd if available, else type1.

@@ -100,6 +100,53 @@ pub enum PciError {
          last lines of `dmesg` about {pf} (often: no bus numbers or no BAR space left for them)"
     )]
     VfsMissing { pf: Bdf, wanted: u32, found: usize },
+    /// A command to an NVMe controller failed.
+    #[error(
+        "command {command} to NVMe controller {pf} through {} failed{}", node.display(), match source.kind() {
+            io::ErrorKind::PermissionDenied => " (it needs the capability CAP_SYS_ADMIN, and in a unit of systemd DeviceAllow=char-nvme rw)",
+            _ => "",
+        }
+    )]
+    NvmeCommand {
+        pf: Bdf,
+        node: PathBuf,
+        command: String,
+        source: io::Error,
+    },
+    /// The list of secondary controllers has none for a virtual function.
+    #[error(
+        "NVMe controller {pf} lists {listed} secondary controllers, of which none is that of its \
+         virtual function {vf}; create fewer virtual functions"
+    )]
+    NvmeNoSecondary { pf: Bdf, vf: u32, listed: usize },
+    /// Too few flexible resources.
+    #[error(
+        "the {vfs} virtual functions of NVMe controller {pf} need {needed} flexible {resource} resources, but \
+         {free} of {total} are free; {advice}"
+    )]
+    NvmeResources {
+        pf: Bdf,
+        vfs: u32,
+        resource: &'static str,
+        needed: u32,
+        free: u32,
+        total: u32,
+        advice: String,
+    },
+    /// A virtual function that no driver can use.
+    #[error(
+        "virtual function {vf} is secondary controller {id} of NVMe controller {pf}, and offline: no driver \
+         could use it. Lend it with --vfs {pf}=N, which sets it online, or do so by hand: `nvme virt-mgmt {} -c {id} \
+         -r 0 -a 8 -n QUEUES`, the same with `-r 1 -a 8 -n INTERRUPTS`, then with `-r 0 -a 9 -n 0`",
+        node.display()
+    )]
+    NvmeVfOffline {
+        vf: Bdf,
+        pf: Bdf,
+        node: PathBuf,
+        /// The secondary controller's identifier.
+        id: u16,
+    },
     /// The kernel's log cannot be read.
     #[error(
         "{} cannot be read, so DMA faults cannot be shown{}", path.display(), match source.kind() {
@@ -127,6 +174,13 @@ pub enum PciError {
         text: String,
         why: String,
     },
+}
+
+impl PciError {
+    /// Whether this process lacks a right.
+    pub(crate) fn is_denied(&self) -> bool {
+        matches!(self, Self::NvmeCommand { source, .. } if source.kind() == io::ErrorKind::PermissionDenied)
+    }
 }
 
 /// The reason that a kind of function is never lent.

@@ -9,14 +9,14 @@
 //!   Filter --select--> FunctionInfo --usage, group--> refused, with the reason
 //!                           |
 //!                     bind_to_vfio ---> Binding (its drop gives the function back)
-//!                     create_vfs -----> CreatedVfs (its drop removes them)
+//!                     create_vfs -----> CreatedVfs (its drop removes them); NVMe: set online
 //!   /dev/kmsg --FaultReader--> KernelDmaFault
 //! ```
 //!
 //! Nothing is cached: every call reads sysfs, since administrators, udev and hotplug change it
 //! concurrently. All paths are relative to a root directory, so that the tests use artificial
 //! trees; [`Kernel`] abstracts the operations that a plain directory cannot emulate.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod binding;
 mod error;
@@ -26,6 +26,7 @@ mod group;
 mod interrupts;
 mod iommu;
 pub mod kmsg;
+mod nvme;
 mod sriov;
 mod sysfs;
 mod usage;
@@ -37,6 +38,7 @@ pub use filter::{ClassPrefix, Filter, FilterError, Kind};
 pub use function::{FunctionInfo, FunctionKind, HostPci, Sriov};
 pub use group::{Group, Member};
 pub use interrupts::{InterruptCount, IrqKind, parse_interrupts};
+pub use nvme::admin::AdminCommand;
 pub use sriov::CreatedVfs;
 pub use sysfs::{Kernel, LinuxKernel};
 pub use usage::{InUse, Use};

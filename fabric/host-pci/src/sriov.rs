@@ -67,12 +67,13 @@ impl HostPci {
     }
 
     /// Creates `count` virtual functions of `pf`, without binding a driver. If it already has
-    /// exactly as many, they are kept, and stay when the result is dropped.
+    /// exactly as many, they are kept, and stay when the result is dropped. Those of an NVMe controller are
+    /// secondary controllers, and set online.
     ///
     /// # Errors
     /// [`PciError::NoSriov`], [`PciError::TooManyVfs`], and, if others exist and `force` is not
     /// set, [`PciError::VfsInUse`]: nothing was changed. [`PciError::VfsMissing`] when the kernel
-    /// creates fewer; they are removed again.
+    /// creates fewer, and errors of an NVMe controller: those created are removed again.
     pub fn create_vfs(&self, pf: &Bdf, count: u32, force: Force) -> Result<CreatedVfs, PciError> {
         let info = self.function(pf)?;
         let no_sriov = |why: String| Err(PciError::NoSriov { pf: *pf, why });
@@ -94,6 +95,14 @@ impl HostPci {
         }
         if enabled == count {
             log::info!("{pf} has {count} virtual functions already; they are kept");
+            match self.set_vfs_online(pf, count) {
+                // `farside bind` has set them online for a lender without this right.
+                Err(error) if error.is_denied() => log::info!(
+                    "whether they are online is unknown: {error}",
+                    error = Chain(&error)
+                ),
+                result => result?,
+            }
             return Ok(CreatedVfs {
                 host: self.clone(),
                 pf: *pf,
@@ -119,6 +128,7 @@ impl HostPci {
         self.set_vfs(pf, enabled, count)?;
         created.vfs = self.expect_vfs(pf, count)?;
         log::info!("{pf} has {count} virtual functions now");
+        self.set_vfs_online(pf, count)?;
         Ok(created)
     }
 

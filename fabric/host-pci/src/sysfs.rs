@@ -13,6 +13,7 @@ use farside_error_chain::Chain;
 use rustix::fs::{Access, FileType, OFlags, access};
 
 use crate::error::PciError;
+use crate::nvme::admin::{self, AdminCommand};
 
 /// An attribute has at most a page; those read here are far smaller.
 const MAX_ATTRIBUTE: u64 = 64 << 10;
@@ -37,6 +38,13 @@ pub trait Kernel: Send + Sync {
     /// # Errors
     /// The device cannot be opened.
     fn is_claimed(&self, node: &Path) -> io::Result<bool>;
+
+    /// Sends an admin command to the NVMe controller whose character device is at `node`, which fills `data`. Returns
+    /// the status field of the completion: 0 for success.
+    ///
+    /// # Errors
+    /// The device cannot be opened, or the kernel does not send the command.
+    fn nvme_admin(&self, node: &Path, command: AdminCommand, data: &mut [u8]) -> io::Result<u16>;
 }
 
 /// The kernel that runs this process.
@@ -69,6 +77,10 @@ impl Kernel for LinuxKernel {
             }
             Err(error) => Err(error),
         }
+    }
+
+    fn nvme_admin(&self, node: &Path, command: AdminCommand, data: &mut [u8]) -> io::Result<u16> {
+        admin::send(node, command, data)
     }
 }
 
@@ -183,6 +195,16 @@ impl Tree {
                 text: text.trim_end().to_owned(),
                 source,
             })
+    }
+
+    /// Sends an NVMe admin command: see [`Kernel::nvme_admin`].
+    pub(crate) fn nvme_admin(
+        &self,
+        node: &Path,
+        command: AdminCommand,
+        data: &mut [u8],
+    ) -> io::Result<u16> {
+        self.kernel.nvme_admin(node, command, data)
     }
 
     /// Whether the block device of that name has an exclusive holder; `None` if unknown.

@@ -145,6 +145,7 @@ fn find_of(
             let first = first.id.clone();
             return Err(FindError::Twice { bdf, first });
         }
+        host.check_vf_online(&bdf)?;
         found.push(Found {
             id: match several {
                 true => format!("{id}-{n}").parse()?,

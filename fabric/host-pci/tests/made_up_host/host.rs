@@ -7,10 +7,12 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use farside_host_pci::{HostPci, Kernel};
+use farside_host_pci::{AdminCommand, HostPci, Kernel};
 use farside_pci::Bdf;
 use rustix::io::Errno;
 use tempfile::TempDir;
+
+use crate::nvme::MadeUpController;
 
 /// A host with an IOMMU, the driver vfio-pci, and the functions that a test adds.
 pub struct MadeUpHost {
@@ -37,6 +39,8 @@ struct State {
     unwilling: BTreeSet<String>,
     /// Maximum number of virtual functions.
     vf_limit: Option<u32>,
+    /// The NVMe controller that has a character device.
+    nvme: Option<MadeUpController>,
 }
 
 pub fn bdf(text: &str) -> Bdf {
@@ -196,6 +200,11 @@ impl MadeUpHost {
         self.kernel.state.lock().unwrap().vf_limit = Some(limit);
     }
 
+    /// Has `use_it` look at the NVMe controller `nvme0`, or change it.
+    pub fn nvme<T>(&self, use_it: impl FnOnce(&mut Option<MadeUpController>) -> T) -> T {
+        use_it(&mut self.kernel.state.lock().unwrap().nvme)
+    }
+
     /// The writes since the last call, as `path <- text`.
     pub fn writes(&self) -> Vec<String> {
         let writes = std::mem::take(&mut self.kernel.state.lock().unwrap().writes);
@@ -338,5 +347,12 @@ impl Kernel for MadeUpKernel {
     fn is_claimed(&self, node: &Path) -> io::Result<bool> {
         let block = node.file_name().unwrap().to_str().unwrap();
         Ok(self.state.lock().unwrap().claimed.contains(block))
+    }
+
+    fn nvme_admin(&self, node: &Path, command: AdminCommand, data: &mut [u8]) -> io::Result<u16> {
+        assert_eq!(node, self.root.join("dev/nvme0"));
+        let mut state = self.state.lock().unwrap();
+        let controller = state.nvme.as_mut().ok_or(Errno::ACCESS)?;
+        Ok(controller.answer(command, data))
     }
 }

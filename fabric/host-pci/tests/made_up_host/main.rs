@@ -5,5 +5,6 @@ mod binding;
 mod finding;
 mod groups;
 mod host;
+mod nvme;
 mod sriov;
 mod usage;

@@ -1,0 +1,66 @@
+//! Admin commands through the character device of a controller, which the kernel's nvme driver has.
+//!
+//! Source: Linux `include/uapi/linux/nvme_ioctl.h`.
+#![allow(unsafe_code)]
+
+use std::{fs::OpenOptions, io, mem::size_of, path::Path};
+
+use vmm_sys_util::{ioctl::ioctl_with_mut_ref, ioctl_iowr_nr};
+
+/// An admin command to a controller itself, not to a namespace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AdminCommand {
+    /// Opcode; not one that sends data to the controller.
+    pub opcode: u8,
+    /// Command dword 10.
+    pub cdw10: u32,
+    /// Command dword 11.
+    pub cdw11: u32,
+}
+
+/// `struct nvme_passthru_cmd`.
+#[repr(C)]
+#[derive(Default)]
+struct Passthrough {
+    opcode: u8,
+    flags: u8,
+    reserved: u16,
+    nsid: u32,
+    cdw2: u32,
+    cdw3: u32,
+    metadata: u64,
+    addr: u64,
+    metadata_len: u32,
+    data_len: u32,
+    cdw10: u32,
+    cdw11: u32,
+    cdw12_to_15: [u32; 4],
+    timeout_ms: u32,
+    result: u32,
+}
+
+const _: () = assert!(size_of::<Passthrough>() == 72);
+
+ioctl_iowr_nr!(NVME_IOCTL_ADMIN_CMD, 'N' as u32, 0x41, Passthrough);
+
+/// Sends `command` to the controller at `node`, which fills `data`. Returns the status field of the
+/// completion: 0 for success.
+pub(crate) fn send(node: &Path, command: AdminCommand, data: &mut [u8]) -> io::Result<u16> {
+    let device = OpenOptions::new().read(true).write(true).open(node)?;
+    let mut passthrough = Passthrough {
+        opcode: command.opcode,
+        cdw10: command.cdw10,
+        cdw11: command.cdw11,
+        addr: data.as_mut_ptr() as u64,
+        data_len: u32::try_from(data.len()).map_err(io::Error::other)?,
+        ..Passthrough::default()
+    };
+    // SAFETY: the structure is the one of this ioctl, and lives until that returns. The kernel
+    // copies at most `data_len` bytes to `addr`, which are those of `data`, exclusively borrowed
+    // for the call. A node of another driver fails with ENOTTY: no other one has this number.
+    let status = unsafe { ioctl_with_mut_ref(&device, NVME_IOCTL_ADMIN_CMD(), &mut passthrough) };
+    match u16::try_from(status) {
+        Ok(status) => Ok(status),
+        Err(_) => Err(io::Error::last_os_error()),
+    }
+}
