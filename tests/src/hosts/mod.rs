@@ -14,6 +14,7 @@
 //! - [`plugged`]: lender and borrower are one host, and the device is attached to a running guest;
 //! - [`virtual_functions`]: two virtual functions of one device, each lent to a different
 //!   guest;
+//! - [`nvme_virtual_functions`]: two virtual functions of an NVMe controller, lent to one guest;
 //! - [`fencing`]: three hosts that a network connects; an image of one is shared by guests of the two others, which fence each other;
 //! - [`cloud_hypervisor`]: one host, and another VMM than QEMU;
 //! - [`iommufd`]: one host whose kernel has VFIO's newer interface.
@@ -28,6 +29,7 @@ mod host;
 mod iommufd;
 mod moves;
 mod network;
+mod nvme_vfs;
 mod peers;
 mod play;
 mod plugged;
@@ -125,4 +127,9 @@ pub fn fencing(set: &Set<'_>) -> Result<()> {
 /// Two virtual functions of one device, lent simultaneously to two guests.
 pub fn virtual_functions(set: &Set<'_>) -> Result<VfFacts> {
     vfs::vfs(set)
+}
+
+/// Two virtual functions of an NVMe controller, lent to one guest, and then to another one.
+pub fn nvme_virtual_functions(set: &Set<'_>) -> Result<()> {
+    nvme_vfs::nvme_vfs(set)
 }

@@ -17,7 +17,7 @@ fn main() {
     let mut args = Arguments::from_args();
     // Each runs two or three VMs, some of them nested, and uses the whole machine.
     args.test_threads.get_or_insert(1);
-    let tests: [(&str, Test); 12] = [
+    let tests: [(&str, Test); 13] = [
         (
             "a_guest_uses_a_physical_drive_of_its_own_host",
             a_guest_uses_a_physical_drive_of_its_own_host,
@@ -65,6 +65,10 @@ fn main() {
         (
             "two_guests_use_a_virtual_function_each_of_one_adapter",
             two_guests_use_a_virtual_function_each_of_one_adapter,
+        ),
+        (
+            "a_guest_uses_virtual_functions_of_an_nvme_controller",
+            a_guest_uses_virtual_functions_of_an_nvme_controller,
         ),
     ];
     let trials = tests.map(|(name, test)| {
@@ -153,6 +157,10 @@ fn devices_of_two_lenders_reach_the_memory_of_each_other_through_an_ntb(
 fn two_guests_use_a_virtual_function_each_of_one_adapter(set: &Set<'_>) -> anyhow::Result<()> {
     let facts = hosts::virtual_functions(set)?;
     judge(facts.checks(), &facts)
+}
+
+fn a_guest_uses_virtual_functions_of_an_nvme_controller(set: &Set<'_>) -> anyhow::Result<()> {
+    hosts::nvme_virtual_functions(set)
 }
 
 fn judge(checks: Vec<(String, bool)>, facts: &impl std::fmt::Debug) -> anyhow::Result<()> {
