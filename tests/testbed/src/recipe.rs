@@ -246,6 +246,12 @@ pub(crate) const BOOT_MODULES: &[&str] =
 pub(crate) const MODULES: &[&str] = &[
     "9p",
     "9pnet_virtio",
+    "dm_delay",
+    "dm_flakey",
+    "dm_log_writes",
+    "dm_snapshot",
+    "dm_thin_pool",
+    "dm_zero",
     "e1000e",
     "ext4",
     "igb",
