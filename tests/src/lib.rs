@@ -11,7 +11,7 @@
 //! - [`Keepers`]: the processes that keep a backend;
 //! - [`load`]: a scripted VM that does I/O while the processes of its disk are killed;
 //! - [`two_hosts`]: two hosts between which a VM can move;
-//! - [`blktests`]: the output of a test suite of Linux's block layer;
+//! - [`check`]: the output of test suites of Linux's storage;
 //! - [`hosts`]: the product in VMs that play hosts, with real VFIO and IOMMUs.
 //!
 //! The binary under test is `$FARSIDE_BIN`, else the build of `cargo build -p farside`.
@@ -19,7 +19,7 @@
 #![forbid(unsafe_code)]
 
 mod binary;
-pub mod blktests;
+pub mod check;
 mod cluster;
 mod daemon;
 mod dma_tester;

@@ -4,20 +4,29 @@
 //! others (null_blk, scsi_debug, files behind NVMe targets over loop and TCP) use devices that they make themselves, and
 //! none that is borrowed.
 
-use std::{collections::BTreeSet, path::Path, time::Duration};
+use std::{collections::BTreeSet, time::Duration};
 
-use anyhow::{Context, Result, ensure};
-use farside_testbed::DebianRoot;
+use anyhow::{Result, ensure};
 use farside_tests::{
-    BorrowState, Cluster, MIB,
-    blktests::{Ending, Outcome, outcomes},
-    told,
+    MIB,
+    check::{Ending, Outcome, blktests::outcomes},
 };
 use libtest_mimic::{Completion, Failed};
 
-use crate::userland::{self, SUITE, Userland};
+use crate::{
+    suite::Suite,
+    userland::{SUITE, Userland},
+};
 
-const CHECKOUT: &str = "FARSIDE_BLKTESTS";
+const BLKTESTS: Suite = Suite {
+    name: "blktests",
+    checkout: "FARSIDE_BLKTESTS",
+    packages: PACKAGES,
+    build: BUILD,
+    len: LEN,
+    reasons: REASONS,
+    failures: &[],
+};
 
 /// Used by the tests besides Debian's minimal system, and to build their programs.
 const PACKAGES: &[&str] = &[
@@ -87,31 +96,10 @@ const REASONS: &[&str] = &[
 ];
 
 pub fn borrowed_disks_pass_blktests() -> Result<Completion, Failed> {
-    let Some(checkout) = std::env::var_os(CHECKOUT) else {
-        return Ok(Completion::ignored_with(format!(
-            "{CHECKOUT} does not name the directory of a checkout of blktests"
-        )));
-    };
-    if let Some(why) = DebianRoot::missing() {
-        return Ok(Completion::ignored_with(why));
-    }
-    let cluster = Cluster::new().map_err(|error| format!("{error:#}"))?;
-    told(|| test(&cluster, Path::new(&checkout)), || cluster.story())?;
-    Ok(Completion::Completed)
+    BLKTESTS.run(test)
 }
 
-fn test(cluster: &Cluster, checkout: &Path) -> Result<()> {
-    let userland = userland::make(cluster, PACKAGES, checkout, BUILD)?;
-    let nvme = format!("nvme={}", cluster.image("nvme", LEN)?.display());
-    let virtio = format!("virtio={}", cluster.image("virtio", LEN)?.display());
-    let _lender = cluster.lend(&["--nvme", &nvme, "--virtio-blk", &virtio])?;
-    let _backend = cluster.serve("a", &["nvme", "virtio"]).start()?;
-    let guest = cluster.guest("a").cpus(2).memory(2048 * MIB);
-    let guest = userland::attach(guest, &userland).boot()?;
-    guest.wait_disk()?;
-    let userland = Userland::mount(&guest)?;
-    let virtio = userland.other_virtio_disk()?;
-    let devices = ["nvme0n1", virtio.as_str()];
+fn test(userland: &Userland<'_>, devices: [&str; 2]) -> Result<()> {
     let config = format!(
         "TEST_DEVS=({}) NORMAL_USER=tester TIMEOUT={LIMIT} OUTPUT=/results",
         devices.map(|device| format!("/dev/{device}")).join(" ")
@@ -122,33 +110,20 @@ fn test(cluster: &Cluster, checkout: &Path) -> Result<()> {
         RUN,
     )?;
     let outcomes = outcomes(&output.stdout);
-    for it in &outcomes {
-        let reasons = it.details.join("; ");
-        log::info!("{} on {}: {:?} {reasons}", it.test, it.device, it.ending);
-    }
-    let wrong: Vec<String> = outcomes
-        .iter()
-        .filter(|it| !is_expected(it))
-        .map(|it| format!("{it:#?}\n{}", results(&userland, it)))
-        .collect();
-    ensure!(wrong.is_empty(), "{}\n{output}", wrong.join("\n"));
+    BLKTESTS.judge(userland, &outcomes, &output, |it| {
+        let device = it.device.as_deref().unwrap_or_default();
+        format!("/results/{device}*/{}.*", it.test)
+    })?;
     let missing = missing(&outcomes, devices);
     ensure!(missing.is_empty(), "{missing:?} did not pass\n{output}");
     ensure!(output.success(), "{output}");
-
-    // A worker that had crashed would have been replaced.
-    for device in ["nvme", "virtio"] {
-        let borrow = cluster.wait_state("a", device, BorrowState::Ready)?;
-        let connection = borrow.connection.context("a connection to the lender")?;
-        ensure!(connection.restarts == 0, "{device}: {connection:?}");
-    }
-    guest.power_off()
+    Ok(())
 }
 
 /// The tests of the lists that have not passed, with their devices.
-fn missing(outcomes: &[Outcome], [nvme, virtio]: [&str; 2]) -> BTreeSet<(String, String)> {
+fn missing(outcomes: &[Outcome], [nvme, virtio]: [&str; 2]) -> BTreeSet<(String, Option<String>)> {
     let of = |tests: &'static [&str], device: &str| {
-        let device = device.to_owned();
+        let device = Some(device.to_owned());
         tests
             .iter()
             .map(move |test| ((*test).to_owned(), device.clone()))
@@ -163,26 +138,4 @@ fn missing(outcomes: &[Outcome], [nvme, virtio]: [&str; 2]) -> BTreeSet<(String,
         .chain(of(PASS_ON_NVME, nvme))
         .filter(|test| !passed.contains(test))
         .collect()
-}
-
-fn is_expected(outcome: &Outcome) -> bool {
-    match outcome.ending {
-        Ending::Passed => true,
-        Ending::NotRun => {
-            let mut reasons = outcome.details.iter();
-            !outcome.details.is_empty()
-                && reasons.all(|reason| REASONS.iter().any(|it| reason.contains(it)))
-        }
-        Ending::Failed | Ending::Missing => false,
-    }
-}
-
-/// The files that a test left: its output, its log, the kernel's messages.
-fn results(userland: &Userland<'_>, outcome: &Outcome) -> String {
-    let Outcome { test, device, .. } = outcome;
-    let show = format!("tail -n 60 /results/{device}*/{test}.* && dmesg | tail -n 40");
-    match userland.sh(&show) {
-        Ok(text) => text,
-        Err(error) => format!("{error:#}"),
-    }
 }

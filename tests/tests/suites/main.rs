@@ -3,6 +3,7 @@
 //! namespace's.
 
 mod blktests;
+mod suite;
 mod userland;
 
 use farside_tests::{Weight, trial};

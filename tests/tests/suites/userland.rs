@@ -9,6 +9,8 @@ use anyhow::{Context, Result, ensure};
 use farside_testbed::{DebianRoot, Inside, Output, Progress};
 use farside_tests::{BOOT, Cluster, Guest, GuestBuilder, testbed};
 
+use crate::suite::Suite;
+
 /// The disk's serial number.
 const SERIAL: &str = "userland";
 
@@ -24,9 +26,15 @@ pub const SUITE: &str = "/suite";
 /// Mount point of the checkout, while the userland is made.
 const CHECKOUT: &str = "/checkout";
 
-/// Makes an image of a Debian with these packages, with a copy of `checkout`, on which `build` is run.
-pub fn make(cluster: &Cluster, packages: &[&str], checkout: &Path, build: &str) -> Result<PathBuf> {
-    let root = DebianRoot::prepare(testbed()?, "suites", packages, &Progress::auto())?;
+/// Makes an image of a Debian with the packages of a suite, with a copy of `checkout`, which is built.
+pub fn make(cluster: &Cluster, suite: &Suite, checkout: &Path) -> Result<PathBuf> {
+    let Suite {
+        name,
+        packages,
+        build,
+        ..
+    } = suite;
+    let root = DebianRoot::prepare(testbed()?, name, packages, &Progress::auto())?;
     let inside = root.enter_with(&[(checkout, Path::new(CHECKOUT))])?;
     run(
         &inside,

@@ -1,32 +1,8 @@
-//! The output of `check`, the runner of blktests.
+//! The output of blktests' `check`.
 
-/// How a test ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ending {
-    /// As its author expects.
-    Passed,
-    /// It cannot run there.
-    NotRun,
-    /// Otherwise.
-    Failed,
-    /// Not at all: `check` printed nothing more of it.
-    Missing,
-}
+use super::{Ending, Outcome};
 
-/// A test that `check` ran on a device, or did not run.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Outcome {
-    /// Group and number; all of a group are `nvme/***`.
-    pub test: String,
-    /// The name of the block device.
-    pub device: String,
-    /// How it ended.
-    pub ending: Ending,
-    /// What was printed with it: reasons, differences; no measurements.
-    pub details: Vec<String>,
-}
-
-/// The tests with a device in `printed`, which was not written to a terminal.
+/// The tests with a device in `printed`, which was not written to a terminal; without their measurements.
 pub fn outcomes(printed: &str) -> Vec<Outcome> {
     let mut outcomes: Vec<Outcome> = Vec::new();
     for line in printed.lines() {
@@ -42,7 +18,7 @@ pub fn outcomes(printed: &str) -> Vec<Outcome> {
         let Some((test, rest)) = line.split_once(" => ") else {
             continue;
         };
-        let device = rest.split_whitespace().next().unwrap_or_default();
+        let device = rest.split_whitespace().next().map(str::to_owned);
         let ending = [
             ("[passed]", Ending::Passed),
             ("[not run]", Ending::NotRun),
@@ -59,7 +35,7 @@ pub fn outcomes(printed: &str) -> Vec<Outcome> {
             }
             _ => outcomes.push(Outcome {
                 test: test.to_owned(),
-                device: device.to_owned(),
+                device,
                 ending: ending.unwrap_or(Ending::Missing),
                 details: Vec::new(),
             }),
@@ -93,16 +69,16 @@ nvme/036 => nvme0n1 (tr=loop) (reset)
         let outcomes = outcomes(PRINTED);
         let seen: Vec<_> = outcomes
             .iter()
-            .map(|it| (it.test.as_str(), it.device.as_str(), it.ending))
+            .map(|it| (it.test.as_str(), it.device.as_deref(), it.ending))
             .collect();
         assert_eq!(
             seen,
             [
-                ("block/004", "nvme0n1", Ending::Passed),
-                ("nvme/***", "vda", Ending::NotRun),
-                ("nvme/034", "nvme0n1", Ending::Failed),
-                ("nvme/035", "nvme0n1", Ending::Missing),
-                ("nvme/036", "nvme0n1", Ending::Missing),
+                ("block/004", Some("nvme0n1"), Ending::Passed),
+                ("nvme/***", Some("vda"), Ending::NotRun),
+                ("nvme/034", Some("nvme0n1"), Ending::Failed),
+                ("nvme/035", Some("nvme0n1"), Ending::Missing),
+                ("nvme/036", Some("nvme0n1"), Ending::Missing),
             ]
         );
         assert!(outcomes[0].details.is_empty());
