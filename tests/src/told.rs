@@ -42,6 +42,8 @@ pub enum Weight {
     Guests,
     /// Hosts in VMs, many guests, or half an hour of kills: an hour.
     Hosts,
+    /// A group of a test suite, in the soak: six hours.
+    Group,
 }
 
 impl Weight {
@@ -58,6 +60,7 @@ impl Weight {
             60 * match self {
                 Self::Guests => 15,
                 Self::Hosts => 60,
+                Self::Group => 360,
             },
         )
     }

@@ -1,6 +1,7 @@
 //! The output of `check`, the runner of test suites of Linux's storage.
 
 pub mod blktests;
+pub mod xfstests;
 
 /// How a test ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,6 +5,7 @@
 mod blktests;
 mod suite;
 mod userland;
+mod xfstests;
 
 use farside_tests::{Weight, trial};
 use libtest_mimic::Arguments;
@@ -12,10 +13,17 @@ use libtest_mimic::Arguments;
 fn main() {
     farside_testbed::become_root();
     env_logger::init();
-    let trials = vec![trial(
-        "borrowed_disks_pass_blktests",
-        Weight::Hosts,
-        blktests::borrowed_disks_pass_blktests,
-    )];
+    let trials = vec![
+        trial(
+            "borrowed_disks_pass_blktests",
+            Weight::Hosts,
+            blktests::borrowed_disks_pass_blktests,
+        ),
+        trial(
+            "borrowed_disks_pass_xfstests",
+            xfstests::weight(),
+            xfstests::borrowed_disks_pass_xfstests,
+        ),
+    ];
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
