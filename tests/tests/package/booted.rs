@@ -443,7 +443,7 @@ fn has_volumes_where_they_are_configured(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// With the drop-in for network devices, a guest reaches this machine by a tap interface of the lender's user.
+/// With the drop-in for network devices, a guest reaches this machine by a tap interface.
 fn has_a_tap_where_it_is_configured(machine: &Machine) -> Result<()> {
     const DROP_IN: &str = "/etc/systemd/system/farside-lender.service.d/tap.conf";
     const DESCRIPTION: &str = "/etc/farside/vm/web1.toml";
@@ -452,7 +452,7 @@ fn has_a_tap_where_it_is_configured(machine: &Machine) -> Result<()> {
         "set -e
          systemctl reset-failed {LENDER}
          PATH=$PATH:/usr/local/bin
-         busybox tunctl -t tap0 -u farside
+         busybox tunctl -t tap0
          busybox ip addr add 10.9.0.1/24 dev tap0
          busybox ip link set tap0 up
          cp -a /etc/farside /tmp/etc-farside
