@@ -42,8 +42,8 @@ pub enum Weight {
     Guests,
     /// Hosts in VMs, many guests, or half an hour of kills: an hour.
     Hosts,
-    /// A group of a test suite, in the soak: six hours.
-    Group,
+    /// A test suite of Linux: six hours.
+    Suite,
 }
 
 impl Weight {
@@ -60,7 +60,7 @@ impl Weight {
             60 * match self {
                 Self::Guests => 15,
                 Self::Hosts => 60,
-                Self::Group => 360,
+                Self::Suite => 360,
             },
         )
     }

@@ -15,7 +15,7 @@ use farside_testbed::die_with_us;
 use crate::args::Soak;
 
 /// Chores to run in turn. A test binary accepts one filter.
-const ROUNDS: [Round; 18] = [
+const ROUNDS: [Round; 17] = [
     Round {
         name: "migration",
         arguments: "test --no-fail-fast --test migration",
@@ -119,12 +119,6 @@ const ROUNDS: [Round; 18] = [
         name: "one-guest",
         arguments: "test --no-fail-fast --test guests -- half_an_hour --include-ignored --nocapture",
         variables: &[],
-        seed: None,
-    },
-    Round {
-        name: "xfstests",
-        arguments: "test --no-fail-fast --test suites -- xfstests --nocapture",
-        variables: &[("FARSIDE_XFSTESTS_GROUP", "quick")],
         seed: None,
     },
 ];

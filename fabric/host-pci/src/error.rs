@@ -103,7 +103,7 @@ pub enum PciError {
     /// A command to an NVMe controller failed.
     #[error(
         "command {command} to NVMe controller {pf} through {} failed{}", node.display(), match source.kind() {
-            io::ErrorKind::PermissionDenied => " (it needs the capability CAP_SYS_ADMIN, and in a unit of systemd DeviceAllow=char-nvme rw)",
+            io::ErrorKind::PermissionDenied | io::ErrorKind::NotFound => " (it needs the capability CAP_SYS_ADMIN, and in a unit of systemd DeviceAllow=char-nvme rw)",
             _ => "",
         }
     )]
@@ -177,9 +177,10 @@ pub enum PciError {
 }
 
 impl PciError {
-    /// Whether this process lacks a right.
+    /// Whether this process cannot send commands to an NVMe controller: it lacks the right, or its unit the device node.
     pub(crate) fn is_denied(&self) -> bool {
-        matches!(self, Self::NvmeCommand { source, .. } if source.kind() == io::ErrorKind::PermissionDenied)
+        use io::ErrorKind::{NotFound, PermissionDenied};
+        matches!(self, Self::NvmeCommand { source, .. } if matches!(source.kind(), PermissionDenied | NotFound))
     }
 }
 

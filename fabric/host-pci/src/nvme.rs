@@ -6,7 +6,7 @@
 pub(crate) mod admin;
 mod plan;
 
-use std::{io, path::PathBuf};
+use std::{collections::BTreeSet, io, path::PathBuf};
 
 use farside_error_chain::Chain;
 use farside_pci::Bdf;
@@ -17,7 +17,7 @@ use crate::{
     sysfs::Tree,
 };
 use admin::AdminCommand;
-use plan::{Assignment, Capabilities, IDENTIFY, MAX_ENTRIES, Secondary, Shortage, plan};
+use plan::{Assignment, Capabilities, IDENTIFY, MAX_ENTRIES, Resource, Secondary, Shortage, plan};
 
 const IDENTIFY_OPCODE: u8 = 0x06;
 const VIRTUALIZATION_MANAGEMENT: u8 = 0x1c;
@@ -62,16 +62,20 @@ impl HostPci {
         let capabilities = Capabilities::parse(&primary.identify(PRIMARY_CAPABILITIES, 0)?);
         let assignments = plan(&capabilities, &offline)
             .map_err(|shortage| primary.too_few(&capabilities, count, &shortage))?;
-        let set = || -> Result<(), PciError> {
+        // Controllers with a command.
+        let mut begun = BTreeSet::new();
+        let mut set = || -> Result<(), PciError> {
             for Assignment {
                 id,
                 resource,
                 count,
             } in &assignments
             {
+                begun.insert(*id);
                 primary.manage(ASSIGN | resource.number() << 8, *id, *count)?;
             }
             for secondary in &offline {
+                begun.insert(secondary.id);
                 primary.manage(ONLINE, secondary.id, 0)?;
                 log::info!(
                     "{pf}: virtual function {} is online as secondary controller {}",
@@ -82,18 +86,18 @@ impl HostPci {
             Ok(())
         };
         set().inspect_err(|_| {
-            for secondary in &offline {
-                if let Err(error) = primary.manage(OFFLINE, secondary.id, 0) {
+            for secondary in offline.iter().filter(|it| begun.contains(&it.id)) {
+                if let Err(error) = primary.restore(secondary) {
                     log::warn!("{error}", error = Chain(&error));
                 }
             }
         })
     }
 
-    /// Refuses a virtual function whose secondary controller is offline. One whose state this process may not read passes.
+    /// Refuses a virtual function whose secondary controller is offline. One whose state cannot be read passes.
     ///
     /// # Errors
-    /// [`PciError::NvmeVfOffline`], or the primary controller does not tell.
+    /// [`PciError::NvmeVfOffline`], [`PciError::NvmeNoSecondary`], and errors of sysfs.
     pub fn check_vf_online(&self, vf: &Bdf) -> Result<(), PciError> {
         let Some(pf) = self.function(vf)?.physfn else {
             return Ok(());
@@ -119,7 +123,13 @@ impl HostPci {
             }
         };
         match checked() {
-            Err(error) if error.is_denied() => Ok(()),
+            Err(error @ PciError::NvmeCommand { .. }) => {
+                log::info!(
+                    "whether {vf} is online is unknown: {error}",
+                    error = Chain(&error)
+                );
+                Ok(())
+            }
             checked => checked,
         }
     }
@@ -135,7 +145,17 @@ impl HostPci {
             pf: *pf,
             node: self.tree.path("dev").join(name),
         };
-        let controller = primary.identify(CONTROLLER, 0)?;
+        let controller = match primary.identify(CONTROLLER, 0) {
+            // As in a unit without the device node. It may well have none, and then its functions need nothing.
+            Err(error) if error.is_denied() => {
+                log::info!(
+                    "whether virtual functions of {pf} have to be set online is unknown: {error}",
+                    error = Chain(&error)
+                );
+                return Ok(None);
+            }
+            controller => controller?,
+        };
         Ok((controller[OACS] & OACS_VIRTUALIZATION != 0).then_some(primary))
     }
 }
@@ -165,6 +185,18 @@ impl Primary<'_> {
         })
     }
 
+    /// Sets a secondary controller offline, which releases its resources, and assigns those to it that it had.
+    fn restore(&self, secondary: &Secondary) -> Result<(), PciError> {
+        self.manage(OFFLINE, secondary.id, 0)?;
+        for resource in Resource::ALL {
+            match secondary.assigned(resource) {
+                0 => {}
+                count => self.manage(ASSIGN | resource.number() << 8, secondary.id, count)?,
+            }
+        }
+        Ok(())
+    }
+
     fn too_few(&self, capabilities: &Capabilities, vfs: u32, shortage: &Shortage) -> PciError {
         let Shortage {
             resource,
@@ -173,11 +205,16 @@ impl Primary<'_> {
             free,
         } = *shortage;
         let (pf, node) = (self.pf, self.node.display());
-        let advice = match flexible.primary {
-            0 => "create fewer virtual functions".to_owned(),
-            own => format!(
-                "create fewer virtual functions, or release the {own} of {pf} itself, which resets it and its virtual functions: \
-                 `nvme virt-mgmt {node} -c {} -r {} -a 1 -n 0; echo 1 >/sys/bus/pci/devices/{pf}/reset`",
+        let missing = needed.saturating_sub(free);
+        let kept = u32::from(flexible.primary).checked_sub(missing);
+        // What it cannot use any more may be all that it has.
+        let kept = kept.filter(|&kept| missing > 0 && kept >= resource.least().into());
+        let advice = match kept {
+            None => "create fewer virtual functions".to_owned(),
+            Some(kept) => format!(
+                "create fewer virtual functions, or release {missing} of the {} of {pf} itself, which resets it and its virtual functions: \
+                 `nvme virt-mgmt {node} -c {} -r {} -a 1 -n {kept}; echo 1 >/sys/bus/pci/devices/{pf}/reset`",
+                flexible.primary,
                 capabilities.id,
                 resource.number()
             ),

@@ -14,7 +14,7 @@ use super::{
     stage,
     with_programs::{start_with_fio, unpack},
 };
-use crate::{BOOT, SHORT, sha256_of};
+use crate::{BOOT, SHORT, sha256, sha256_of};
 
 /// The physical function, behind the root port, and its first virtual function.
 const PF: &str = "0000:01:00.0";
@@ -77,8 +77,9 @@ fn refusals(set: &Set<'_>, host: &Host) -> Result<()> {
         "nvme virt-mgmt /dev/nvme0 -c 0 -r 0 -a 1 -n 0; echo 1 >/sys/bus/pci/devices/{PF}/reset"
     );
     host.exec_ok(&release.replace("-n 0", &format!("-n {own}")), SHORT)?;
+    let kept = release.replace("-n 0", &format!("-n {}", own - 1));
     let remedy = format!(
-        "release the {own} of {PF} itself, which resets it and its virtual functions: `{release}`"
+        "release 1 of the {own} of {PF} itself, which resets it and its virtual functions: `{kept}`"
     );
     let free = format!("need 4 flexible queue resources, but 3 of {QUEUES} are free");
     refused(host, &lend(2), &[PF, &free, &remedy])?;
@@ -98,7 +99,7 @@ fn refusals(set: &Set<'_>, host: &Host) -> Result<()> {
 fn refused(host: &Host, args: &str, words: &[&str]) -> Result<()> {
     let look = || {
         let all = format!(
-            "cd /sys/bus/pci/devices; ls -d */driver; cat {PF}/sriov_numvfs
+            "cd /sys/bus/pci/devices; readlink */driver; cat {PF}/sriov_numvfs
             nvme list-secondary /dev/nvme0; nvme primary-ctrl-caps /dev/nvme0"
         );
         host.exec_ok(&all, SHORT)
@@ -154,12 +155,17 @@ fn play(set: &Set<'_>, host: &Host, images: &[PathBuf]) -> Result<()> {
     fio(&guest, "--verify_only")?;
     let ended = guest.shutdown(SHORT)?;
     ensure!(ended.success(), "QEMU in the host: {ended}");
-    for ((device, ..), sum) in DEVICES.iter().zip(written) {
+    let has = |namespace: u32| sha256_of(&images[namespace as usize - 1], 0, IO);
+    for ((device, _, namespace), sum) in DEVICES.iter().zip(written) {
         host.wait_returned(device)?;
-        let has = images.iter().map(|image| sha256_of(image, 0, IO));
-        let has = has.collect::<Result<Vec<_>>>()?;
-        ensure!(has.contains(&sum), "{device}: {sum} is not among {has:?}");
+        let has = has(*namespace)?;
+        ensure!(has == sum, "{device}: {has}, not {sum}");
     }
+    let own = has(OWN)?;
+    ensure!(
+        own == sha256(&vec![0; IO as usize]),
+        "the host's own: {own}"
+    );
     backend.stop()?;
     (set.tell)("another VM has one of them");
     let backend = host.serve("other", second, "")?;

@@ -25,7 +25,6 @@ const BLKTESTS: Suite = Suite {
     build: BUILD,
     len: LEN,
     reasons: REASONS,
-    failures: &[],
 };
 
 /// Used by the tests besides Debian's minimal system, and to build their programs.

@@ -21,7 +21,7 @@ fn main() {
         ),
         trial(
             "borrowed_disks_pass_xfstests",
-            xfstests::weight(),
+            Weight::Suite,
             xfstests::borrowed_disks_pass_xfstests,
         ),
     ];

@@ -1,11 +1,11 @@
-//! xfstests' group `quick` on XFS. `FARSIDE_XFSTESTS` names the directory of a checkout, of which a copy is built and
-//! run. `TEST_DEV` is an NVMe model, `SCRATCH_DEV` a virtio-blk model.
+//! xfstests on XFS. `FARSIDE_XFSTESTS` names the directory of a checkout, of which a copy is built and run. `TEST_DEV` is an
+//! NVMe model, `SCRATCH_DEV` a virtio-blk model.
 
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use farside_tests::{
-    MIB, Weight,
+    MIB,
     check::{Ending, xfstests::outcomes},
 };
 use libtest_mimic::{Completion, Failed};
@@ -22,12 +22,14 @@ const XFSTESTS: Suite = Suite {
     build: BUILD,
     len: LEN,
     reasons: REASONS,
-    failures: FAILURES,
 };
 
 /// Of the group `quick`, the tests of what a disk is used for: reads and writes by each of Linux's interfaces, discards, and
-/// the log of a file system that was shut down. Without the longest, which are about the page cache and thin volumes.
-const SELECT: &str = r#"/ quick( |$)/ && / (aio|io_uring|rw|shutdown|trim)( |$)/ && !/^(032|247|347|366|446) / { print "generic/" $1 }"#;
+/// the log of a file system that was shut down. Without eight of the longest.
+const SELECT: &str = r#"/ quick( |$)/ && / (aio|io_uring|rw|shutdown|trim)( |$)/ && !/^(032|247|347|366|446|615|630|775) / { print "generic/" $1 }"#;
+
+/// Of those, 99 of 106 have passed: fewer than this, and a reason for which tests may not run hides something.
+const ENOUGH: usize = 95;
 
 /// Used by the tests besides Debian's minimal system, and to build their programs.
 const PACKAGES: &[&str] = &[
@@ -85,29 +87,22 @@ const BUILD: &str = r#"make -j2 && useradd -m fsgqa && useradd fsgqa2 && useradd
     sed -i -E 's/^export (\w+)="?\$\(type -P ([^)]*)\)"?$/: "${\1=$(type -P \2)}"; export \1/' common/config"#;
 
 /// Timeout of these tests, and of a group.
-const RUN: Duration = Duration::from_secs(3000);
+const RUN: Duration = Duration::from_secs(5400);
 const RUN_GROUP: Duration = Duration::from_secs(5 * 3600);
 
 const LEN: u64 = 6144 * MIB;
 
 /// Parts of reasons for which a test may not run.
 const REASONS: &[&str] = &[
-    // Uses a disk that the test makes itself.
+    // Use a disk that the test makes itself, or a third one.
     "scsi_debug module not found",
+    "requires a valid $LOGWRITES_DEV",
+    "requires a valid $SCRATCH_LOGDEV",
     // Debian's kernel may hibernate.
     "userspace hibernation to swap is enabled",
-    // The disks are smaller.
-    "requires at least 10GB free",
+    // The models do not have this optional feature.
+    "write atomic not supported by this block device",
 ];
-
-const FAILURES: &[&str] = &[];
-
-pub fn weight() -> Weight {
-    match group() {
-        Some(_) => Weight::Group,
-        None => Weight::Hosts,
-    }
-}
 
 /// A group that is to run instead.
 fn group() -> Option<String> {
@@ -134,14 +129,18 @@ fn test(userland: &Userland<'_>, [nvme, virtio]: [&str; 2]) -> Result<()> {
         export SCRATCH_DEV=/dev/{virtio} SCRATCH_MNT=/scratch
 end"
     ))?;
-    let output = userland.exec(&format!("cd {SUITE} && ./check {tests}"), limit)?;
+    // Without tests, `check` would run all.
+    let check = format!("cd {SUITE} && tests=\"{tests}\" && [ \"$tests\" ] && ./check $tests");
+    let output = userland.exec(&check, limit)?;
     let outcomes = outcomes(&output.stdout);
     XFSTESTS.judge(userland, &outcomes, &output, |it| {
         format!("/results/{}.*", it.test)
     })?;
-    // It fails if a test does.
-    let fails = outcomes.iter().any(|it| it.ending == Ending::Failed);
-    let is_complete = output.code == Some(i32::from(fails)) && !outcomes.is_empty();
-    ensure!(is_complete, "{output}");
+    let passed = outcomes.iter().filter(|it| it.ending == Ending::Passed);
+    let enough = match group() {
+        Some(_) => 1,
+        None => ENOUGH,
+    };
+    ensure!(output.success() && passed.count() >= enough, "{output}");
     Ok(())
 }

@@ -5,12 +5,13 @@
 
 use std::{fs::OpenOptions, io, mem::size_of, path::Path};
 
+use super::{IDENTIFY_OPCODE, VIRTUALIZATION_MANAGEMENT, plan::IDENTIFY};
 use vmm_sys_util::{ioctl::ioctl_with_mut_ref, ioctl_iowr_nr};
 
 /// An admin command to a controller itself, not to a namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AdminCommand {
-    /// Opcode; not one that sends data to the controller.
+    /// Opcode: Identify or Virtualization Management.
     pub opcode: u8,
     /// Command dword 10.
     pub cdw10: u32,
@@ -43,21 +44,36 @@ const _: () = assert!(size_of::<Passthrough>() == 72);
 
 ioctl_iowr_nr!(NVME_IOCTL_ADMIN_CMD, 'N' as u32, 0x41, Passthrough);
 
+/// Bytes that the controller writes for the commands that are sent here, whatever the length of the buffer.
+fn data_len(opcode: u8) -> Option<u32> {
+    match opcode {
+        IDENTIFY_OPCODE => Some(IDENTIFY as u32),
+        VIRTUALIZATION_MANAGEMENT => Some(0),
+        _ => None,
+    }
+}
+
 /// Sends `command` to the controller at `node`, which fills `data`. Returns the status field of the
 /// completion: 0 for success.
+///
+/// # Errors
+/// The node cannot be opened, the kernel does not send the command, or `data` is not as long as what the command writes.
 pub(crate) fn send(node: &Path, command: AdminCommand, data: &mut [u8]) -> io::Result<u16> {
+    let len = data_len(command.opcode).filter(|&len| len as usize == data.len());
+    let len = len.ok_or(io::ErrorKind::InvalidInput)?;
     let device = OpenOptions::new().read(true).write(true).open(node)?;
     let mut passthrough = Passthrough {
         opcode: command.opcode,
         cdw10: command.cdw10,
         cdw11: command.cdw11,
         addr: data.as_mut_ptr() as u64,
-        data_len: u32::try_from(data.len()).map_err(io::Error::other)?,
+        data_len: len,
         ..Passthrough::default()
     };
-    // SAFETY: the structure is the one of this ioctl, and lives until that returns. The kernel
-    // copies at most `data_len` bytes to `addr`, which are those of `data`, exclusively borrowed
-    // for the call. A node of another driver fails with ENOTTY: no other one has this number.
+    // SAFETY: the structure is the one of this ioctl, and lives until that returns. The controller writes by DMA, which no
+    // length of ours limits: as many bytes as the command transfers, by `data_len` those of `data`, exclusively borrowed for
+    // the call; the kernel pins their pages until then. A node of another driver fails with ENOTTY: no other one has this
+    // number.
     let status = unsafe { ioctl_with_mut_ref(&device, NVME_IOCTL_ADMIN_CMD(), &mut passthrough) };
     match u16::try_from(status) {
         Ok(status) => Ok(status),

@@ -34,7 +34,7 @@ impl Resource {
     }
 
     /// The least with which a controller goes online: the admin queue and an I/O queue, and a vector.
-    fn least(self) -> u16 {
+    pub(crate) fn least(self) -> u16 {
         match self {
             Self::Queue => 2,
             Self::Interrupt => 1,
@@ -124,6 +124,10 @@ impl Secondary {
         };
         entries.map(entry).collect()
     }
+
+    pub(crate) fn assigned(&self, resource: Resource) -> u16 {
+        self.assigned[resource as usize]
+    }
 }
 
 /// What the `secondaries`, which are offline, need to go online. Those that were assigned enough keep
@@ -137,7 +141,7 @@ pub(crate) fn plan(
         let Some(flexible) = capabilities.flexible[resource as usize] else {
             continue;
         };
-        let assigned = |of: &Secondary| of.assigned[resource as usize];
+        let assigned = |of: &Secondary| of.assigned(resource);
         let least = resource.least();
         let in_need = secondaries.iter().filter(|of| assigned(of) < least);
         let in_need: Vec<&Secondary> = in_need.collect();

@@ -165,8 +165,8 @@ fn too_few_resources_are_told_with_the_remedy_and_nothing_is_changed() {
         PF,
         "need 4 flexible queue",
         "3 of 12",
-        "release the 9",
-        "dev/nvme0 -c 0 -r 0 -a 1 -n 0;",
+        "release 1 of the 9",
+        "dev/nvme0 -c 0 -r 0 -a 1 -n 8;",
         "0000:00:05.0/reset",
     ] {
         assert!(text.contains(word), "no {word:?} in: {text}");
@@ -220,16 +220,35 @@ fn one_that_is_offline_is_refused() {
 }
 
 #[test]
-fn without_the_right_they_are_not_created_and_existing_ones_are_kept() {
+fn what_was_assigned_by_hand_stays_if_another_cannot_be_set_online() {
+    // Both assignments of the second one, and each of the two that is set online.
+    for fails_after in 0..4 {
+        let host = host(MadeUpController::new(4));
+        with(&host, |it| {
+            it.secondaries[0].assigned = [3, 2];
+            it.fails_after = fails_after;
+        });
+        host.pci().create_vfs(&bdf(PF), 2, Force::No).unwrap_err();
+        with(&host, |it| {
+            let first = &it.secondaries[0];
+            assert_eq!((first.online, first.assigned), (false, [3, 2]));
+            assert!(!it.is_online(2));
+        });
+    }
+}
+
+#[test]
+fn without_the_right_functions_stay_as_they_are() {
     let host = host(MadeUpController::new(4));
     host.nvme(|nvme| *nvme = None);
-    let error = host.pci().create_vfs(&bdf(PF), 2, Force::No).unwrap_err();
-    assert!(error.to_string().contains("CAP_SYS_ADMIN"), "{error}");
-    assert_eq!(host.read(&format!("{DIR}/sriov_numvfs")), "0");
-    host.nvme(|nvme| *nvme = Some(MadeUpController::new(4)));
     let created = host.pci().create_vfs(&bdf(PF), 2, Force::No).unwrap();
+    host.pci().check_vf_online(&created.vfs()[0]).unwrap();
     created.leave();
-    host.nvme(|nvme| *nvme = None);
     let kept = host.pci().create_vfs(&bdf(PF), 2, Force::No).unwrap();
-    host.pci().check_vf_online(&kept.vfs()[0]).unwrap();
+    assert!(!kept.were_created());
+    // With it, those that were created by others are set online.
+    host.nvme(|nvme| *nvme = Some(MadeUpController::new(4)));
+    host.pci().check_vf_online(&kept.vfs()[0]).unwrap_err();
+    let _kept = host.pci().create_vfs(&bdf(PF), 2, Force::No).unwrap();
+    with(&host, |it| assert!(it.is_online(1) && it.is_online(2)));
 }
