@@ -443,7 +443,7 @@ fn has_volumes_where_they_are_configured(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// With the drop-in for network devices, a guest reaches this machine by a tap interface.
+/// With the drop-in for network devices, a guest reaches this machine by a tap interface of the lender's user.
 fn has_a_tap_where_it_is_configured(machine: &Machine) -> Result<()> {
     const DROP_IN: &str = "/etc/systemd/system/farside-lender.service.d/tap.conf";
     const DESCRIPTION: &str = "/etc/farside/vm/web1.toml";
@@ -451,12 +451,11 @@ fn has_a_tap_where_it_is_configured(machine: &Machine) -> Result<()> {
     machine.sh(&format!(
         "set -e
          systemctl reset-failed {LENDER}
-         PATH=$PATH:/usr/local/bin
          # udev does this elsewhere.
          chmod 666 /dev/net/tun
-         busybox tunctl -t tap0
-         busybox ip addr add 10.9.0.1/24 dev tap0
-         busybox ip link set tap0 up
+         ip tuntap add tap0 mode tap user farside
+         ip addr add 10.9.0.1/24 dev tap0
+         ip link set tap0 up
          cp -a /etc/farside /tmp/etc-farside
          printf '%s\n' '[[device]]' 'id = \"nic0\"' 'model.virtio-net = {{ tap = \"tap0\" }}' >> /etc/farside/lender.toml
          install -D -m 644 /usr/share/doc/farside/examples/lender-tap.conf {DROP_IN}

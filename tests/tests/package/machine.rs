@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use crate::stage::sh;
 
 /// Replaces the test bed's process 1: mounts the disks and switches to the root on one of
-/// them. It brings the agent along, busybox, and QEMU for a nested guest.
+/// them. It brings the agent along, and QEMU for a nested guest.
 const SWITCH: &str = "\
 #!/bin/sh
 b=/usr/bin/busybox
@@ -35,7 +35,6 @@ mount_disk() {
 mount_disk farside-root /disk rw
 mount_disk farside-tools /disk/tools ro
 $b cp /init /disk/usr/local/bin/guest-agent
-$b cp $b /disk/usr/local/bin/
 $b umount /proc /sys
 exec $b switch_root /disk /usr/lib/systemd/systemd
 ";
