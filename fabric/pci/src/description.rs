@@ -24,7 +24,7 @@ pub struct Description {
 }
 
 impl Description {
-    /// The mirror of its configuration space in a BAR, if the function has one. The configuration space has 256 or 4096 bytes.
+    /// The mirror of its configuration space in a BAR, if the function has one.
     pub fn mirror(&self) -> Option<ConfigMirror> {
         let mirror = ConfigMirror::of(&self.config.clone().into())?;
         let (bar, bytes) = mirror.area();

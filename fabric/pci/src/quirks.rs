@@ -53,8 +53,11 @@ pub struct ConfigMirror {
 }
 
 impl ConfigMirror {
-    /// The mirror that a function with this configuration space has, of 256 or 4096 bytes.
+    /// The mirror that a function with this configuration space has. `None` also for one that has neither 256 nor 4096 bytes.
     pub fn of(config: &ConfigImage) -> Option<Self> {
+        if ![CFG_SPACE_SIZE, CFG_SPACE_EXP_SIZE].contains(&config.len()) {
+            return None;
+        }
         let class = (config.u32(CLASS_REVISION) >> 16) as u16;
         let vendor = config.u16(VENDOR_ID);
         let quirk = QUIRKS
@@ -149,6 +152,10 @@ mod tests {
         ] {
             let other = ConfigImage::endpoint(vendor, 1, class, &Default::default());
             assert_eq!(ConfigMirror::of(&other), None, "{vendor:04x} {class:06x}");
+        }
+        for size in [0, 1, 255, 4095] {
+            let short = ConfigImage::from(gpu()[..size].to_vec());
+            assert_eq!(ConfigMirror::of(&short), None, "{size}");
         }
     }
 
