@@ -136,7 +136,7 @@ pub enum PciError {
     /// A virtual function that no driver can use.
     #[error(
         "virtual function {vf} is secondary controller {id} of NVMe controller {pf}, and offline: no driver \
-         could use it. Lend it with --vfs {pf}=N, which sets it online, or do so by hand: `nvme virt-mgmt {} -c {id} \
+         could use it. Lend it with --vfs {pf}=N, N being the number of them that {pf} has, which sets them online, or do so by hand: `nvme virt-mgmt {} -c {id} \
          -r 0 -a 8 -n QUEUES`, the same with `-r 1 -a 8 -n INTERRUPTS`, then with `-r 0 -a 9 -n 0`",
         node.display()
     )]
