@@ -18,6 +18,12 @@ const LIFE: Duration = Duration::from_secs(24 * 3600);
 /// The daemons' runtime directory.
 const RUNTIME: &str = "/run/farside";
 
+/// What the threads of processes do: name, state, CPU time in ticks, and where in the kernel.
+const THREADS: &str = "for thread in /proc/[0-9]*/task/*; do
+    readlink $thread/exe >/dev/null || continue
+    echo $(cat $thread/comm; cut -d ' ' -f 3,14,15 $thread/stat; cut -d ' ' -f 1-4 $thread/syscall; head -n 4 $thread/stack)
+done";
+
 /// A VM that plays a host, with the `farside` binary.
 pub(super) struct Host {
     vm: HostVm,
@@ -115,6 +121,7 @@ impl Host {
             "cat /tmp/scripted-vmm.log".to_owned(),
             "cat /tmp/sshd.log".to_owned(),
             "tail -n 40 /var/lib/farside/vm/*/*.log".to_owned(),
+            THREADS.to_owned(),
         ]) {
             if let Ok(output) = self.exec(&what, SHORT)
                 && output.success()

@@ -48,11 +48,11 @@ pub(crate) const TCG_HOST_CPU: &str = "max,la57=off";
 /// The CPU of a guest whose KVM may be that of an emulated VM.
 ///
 /// QEMU's emulated SVM keeps the vector of an interrupt that VMRUN injects in `exception_index`.
-/// If another thread makes the CPU leave its loop before the next #VMEXIT or exception (as an
-/// exclusive operation of another CPU does, but an interrupt, which is a #VMEXIT, does not), the
-/// guest gets that vector again, as an exception, whether it has interrupts enabled or not: it
-/// hangs, or KVM gives up. Hence a host has one CPU, and its guests no paravirtual EOI: then the
-/// first step of Linux's interrupt handlers is a #VMEXIT. Firmware has no such step.
+/// If another thread makes the CPU leave its loop before the next #VMEXIT or exception, and not for an
+/// interrupt, which is a #VMEXIT, the guest gets that vector again, as an exception, whether it has interrupts
+/// enabled or not: it hangs, or KVM gives up. Threads that do are other CPUs, for an exclusive operation, and that of
+/// QEMU's RCU, after the host has changed BARs or bus mastering of a device, as each reset does. Hence a host has one CPU, and its guests
+/// no paravirtual EOI, so that the first step of Linux's interrupt handlers is a #VMEXIT, and no PIT ([`NESTED_KVM_MACHINE`]).
 /// `cargo run -p farside-testbed --example nested` measures it.
 ///
 /// After an exception that the guest handles itself, such as a page fault, emulated SVM leaves its type in
@@ -60,6 +60,10 @@ pub(crate) const TCG_HOST_CPU: &str = "max,la57=off";
 /// stops the guest (`KVM internal error. Suberror: 3`). So no process of a guest is to start, or to
 /// touch new memory, again and again while devices are plugged in.
 pub const NESTED_KVM_CPU: &str = "host,kvm-pv-eoi=off";
+
+/// The timer of such a guest's firmware is the ACPI PM timer: SeaBIOS's handler of the PIT's interrupts, which
+/// it needs for the time of day alone, does not begin with a #VMEXIT, and crashes where an interrupt comes twice.
+pub const NESTED_KVM_MACHINE: &str = "pit=off";
 
 /// The same as [`TCG_ZEN_CPU`].
 pub(crate) const NESTED_KVM_ZEN_CPU: &str = "host,kvm-pv-eoi=off,family=25";

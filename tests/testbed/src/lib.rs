@@ -60,7 +60,7 @@ use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result};
 
-pub use accel::{Accel, NESTED_KVM_CPU, TCG_CPU, TCG_ZEN_CPU};
+pub use accel::{Accel, NESTED_KVM_CPU, NESTED_KVM_MACHINE, TCG_CPU, TCG_ZEN_CPU};
 pub use debian_root::{DebianRoot, Inside};
 pub use farside_guest_agent::{BarAddress, Width};
 pub use host_vm::{Expected, HostVm, Nested, NestedBuilder, acquaint};

@@ -2,7 +2,7 @@
 //! device is really used.
 
 use anyhow::{Context, Result, bail, ensure};
-use farside_testbed::NESTED_KVM_CPU;
+use farside_testbed::{NESTED_KVM_CPU, NESTED_KVM_MACHINE};
 
 use crate::{exposure, machine::Machine};
 
@@ -292,9 +292,9 @@ pub fn needs_the_group(machine: &Machine) -> Result<()> {
 
 /// Adds QEMU and the guest's kernel to the VM configuration.
 fn describe(machine: &Machine) -> Result<()> {
-    let (accel, cpu) = match machine.has_kvm()? {
-        true => ("kvm", NESTED_KVM_CPU),
-        false => ("tcg", "max"),
+    let (accel, cpu, options) = match machine.has_kvm()? {
+        true => ("kvm", NESTED_KVM_CPU, NESTED_KVM_MACHINE),
+        false => ("tcg", "max", "pit=on"),
     };
     let description = machine.sh(&format!("cat {DESCRIPTION}"))?;
     // More is not pinned within the 5 s of QEMU on each emulated host.
@@ -311,7 +311,7 @@ qemu = \"{qemu}\"
 accel = \"{accel}\"
 qemu-args = [
     \"-nodefaults\", \"-no-user-config\", \"-no-reboot\", \"-display\", \"none\",
-    \"-cpu\", \"{cpu}\",
+    \"-cpu\", \"{cpu}\", \"-machine\", \"{options}\",
     \"-kernel\", \"{kernel}\",
     \"-initrd\", \"{initramfs}\",
     \"-append\", 'console=ttyS0 quiet panic=-1 rdinit=/usr/bin/busybox -- sh -c \"{IN_GUEST}\"',

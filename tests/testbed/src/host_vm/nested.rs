@@ -2,15 +2,18 @@
 
 use std::ops::Deref;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use farside_guest_agent::PORT_NAME;
 
 use super::channels::Channel;
 use super::{HostVm, SHORT};
 use crate::vm::{Board, EMULATED, Guest, Output, Pending, Qmp, kernel_args, read_lossy};
-use crate::{Accel, NESTED_KVM_CPU, TCG_ZEN_CPU, accel::NESTED_KVM_ZEN_CPU, tools_disk};
+use crate::{
+    Accel, NESTED_KVM_CPU, NESTED_KVM_MACHINE, TCG_ZEN_CPU, accel::NESTED_KVM_ZEN_CPU, tools_disk,
+};
 
 /// For QEMU to start in an emulated host: some 20 s on an idle machine, and other
 /// VMs run beside it.
@@ -54,7 +57,7 @@ pub struct Expected<'a> {
     slot: u32,
     board: Board,
     guest: Guest,
-    qmp: Qmp,
+    qmp: Arc<Qmp>,
 }
 
 impl<'a> NestedBuilder<'a> {
@@ -185,17 +188,8 @@ impl<'a> NestedBuilder<'a> {
             .map(str::to_owned)
             .into(),
         };
-        let cpu = match (accel, self.zen) {
-            (Accel::Kvm, false) => Some(NESTED_KVM_CPU),
-            (Accel::Kvm, true) => Some(NESTED_KVM_ZEN_CPU),
-            (Accel::Tcg, false) => None,
-            (Accel::Tcg, true) => Some(TCG_ZEN_CPU),
-        };
         // Of two, the last one counts.
-        words.extend(
-            cpu.into_iter()
-                .flat_map(|cpu| ["-cpu", cpu].map(str::to_owned)),
-        );
+        words.extend(cpu_args(accel, self.zen));
         words.extend(["-pidfile".to_owned(), pid_file.to_owned()]);
         words.extend(guest_args(accel, slot, &self.append));
         words.extend(self.args.iter().cloned());
@@ -209,6 +203,17 @@ impl<'a> NestedBuilder<'a> {
         }
         script
     }
+}
+
+/// The CPU of a nested guest: see [`NESTED_KVM_CPU`].
+fn cpu_args(accel: Accel, zen: bool) -> Vec<String> {
+    let cpu = match (accel, zen) {
+        (Accel::Kvm, false) => NESTED_KVM_CPU,
+        (Accel::Kvm, true) => NESTED_KVM_ZEN_CPU,
+        (Accel::Tcg, false) => return Vec::new(),
+        (Accel::Tcg, true) => TCG_ZEN_CPU,
+    };
+    ["-cpu", cpu].map(str::to_owned).into()
 }
 
 /// The arguments of a nested QEMU for boot, console, agent and monitor.
@@ -241,6 +246,9 @@ fn guest_args(accel: Accel, slot: u32, append: &[String]) -> Vec<String> {
     ]
     .map(str::to_owned)
     .into();
+    if accel == Accel::Kvm {
+        args.extend(["-machine", NESTED_KVM_MACHINE].map(str::to_owned));
+    }
     for (id, channel) in [
         ("agent", Channel::Agent),
         ("qmp", Channel::Qmp),
@@ -286,22 +294,26 @@ impl HostVm {
         let console = Channel::Console.path(directory, slot);
         // Earlier guests wrote to the same file.
         let before = read_lossy(&console).len();
-        let words = move || {
-            let log = read_lossy(&console);
-            let log = log.get(before..).unwrap_or_default().trim();
-            match log {
-                "" => String::new(),
-                log => format!(
-                    "\n-- its serial console ends with:\n{}",
-                    crate::vm::tail(log)
-                ),
-            }
-        };
         let name = format!("{name} in {}", self.name());
         let (agent, qmp) = (connect(Channel::Agent)?, connect(Channel::Qmp)?);
+        let qmp = Arc::new(Qmp::new(qmp, board.clone(), "/dev/null".into())?);
+        let words = {
+            let qmp = Arc::clone(&qmp);
+            move || {
+                let log = read_lossy(&console);
+                let console = match log.get(before..).unwrap_or_default().trim() {
+                    "" => String::new(),
+                    log => format!(
+                        "\n-- its serial console ends with:\n{}",
+                        crate::vm::tail(log)
+                    ),
+                };
+                format!("{console}\n{}", qmp.cpus())
+            }
+        };
         Ok(Expected {
             guest: Guest::start(name.clone(), agent, board.clone(), Box::new(words))?,
-            qmp: Qmp::new(qmp, board.clone(), "/dev/null".into())?,
+            qmp,
             name,
             host: self,
             slot,
@@ -311,9 +323,11 @@ impl HostVm {
 }
 
 impl<'a> Expected<'a> {
-    /// The arguments for the guest's QEMU: boot, console, agent and monitor.
+    /// The arguments for the guest's QEMU: CPU, boot, console, agent and monitor.
     pub fn args(&self) -> Vec<String> {
-        guest_args(self.host.guests_accel(), self.slot, &[])
+        let accel = self.host.guests_accel();
+        let cpu = cpu_args(accel, false);
+        [cpu, guest_args(accel, self.slot, &[])].concat()
     }
 
     /// Waits for the guest's QEMU. Its guest may have booted in another VM.
@@ -338,12 +352,6 @@ impl Nested<'_> {
     /// QEMU's process id in the VM that runs it, if the test bed started it.
     pub fn pid(&self) -> Option<u32> {
         self.pid
-    }
-
-    /// As [`Guest::wait_agent`]; the error also has where the guest's CPUs are.
-    pub fn wait_agent(&self, timeout: Duration) -> Result<()> {
-        let started = self.expected.guest.wait_agent(timeout);
-        started.map_err(|error| anyhow!("{error:#}\n{}", self.expected.qmp.cpus()))
     }
 
     /// QEMU's monitor.

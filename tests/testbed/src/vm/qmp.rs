@@ -81,7 +81,7 @@ impl Qmp {
             text += &format!("-- {command}\n");
             for line in answer.as_str().unwrap_or_default().lines() {
                 let wanted = !command.starts_with("info registers")
-                    || ["CPU#", "RIP", "RSP"]
+                    || ["CPU#", "IP=", "SP=", "CS ="]
                         .iter()
                         .any(|word| line.contains(word));
                 if wanted {
