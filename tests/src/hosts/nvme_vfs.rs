@@ -12,9 +12,9 @@ use super::{
     scripted::Scripted,
     sharing::unbind,
     stage,
-    with_programs::start_with_fio,
+    with_programs::{start_with_fio, unpack},
 };
-use crate::{SHORT, sha256, sha256_of};
+use crate::{BOOT, SHORT, sha256, sha256_of};
 
 /// The physical function, behind the root port, and its first virtual function.
 const PF: &str = "0000:01:00.0";
@@ -147,6 +147,11 @@ fn play(set: &Set<'_>, host: &Host, images: &[PathBuf]) -> Result<()> {
             [ $(cat $device/class) != 0x010802 ] || [ -e $device/driver ] || echo $device
         done >/sys/bus/pci/drivers/nvme/bind";
     guest.exec_ok(bind, LONG)?;
+    fio(&guest, "--verify_only")?;
+    (set.tell)("the guest reboots");
+    guest.reboot(BOOT)?;
+    unpack(&guest, &["/usr/bin/fio"])?;
+    guest.exec_ok("modprobe nvme", LONG)?;
     fio(&guest, "--verify_only")?;
     let ended = guest.shutdown(SHORT)?;
     ensure!(ended.success(), "QEMU in the host: {ended}");
