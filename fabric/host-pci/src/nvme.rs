@@ -163,12 +163,14 @@ impl HostPci {
 impl Primary<'_> {
     fn secondaries(&self) -> Result<Vec<Secondary>, PciError> {
         let mut all: Vec<Secondary> = Vec::new();
-        // Each list begins at the identifier that is asked for.
+        // Each list begins at the identifier that is asked for, and is sorted. So a full one reaches at least as far as
+        // identifiers without gaps do, which bounds the number of commands, whatever the controller says.
         let mut from = Some(0);
         while let Some(first) = from {
             let list = Secondary::parse(&self.identify(SECONDARY_LIST, first)?);
             let last = list.last().map_or(0, |last| last.id);
-            let is_full = list.len() == MAX_ENTRIES && last >= first;
+            let is_full = list.len() == MAX_ENTRIES
+                && usize::from(last) + 1 >= usize::from(first) + MAX_ENTRIES;
             from = last.checked_add(1).filter(|_| is_full);
             all.extend(list);
         }
@@ -210,6 +212,10 @@ impl Primary<'_> {
         // What it cannot use any more may be all that it has.
         let kept = kept.filter(|&kept| missing > 0 && kept >= resource.least().into());
         let advice = match kept {
+            _ if flexible.most < resource.least() => format!(
+                "{pf} gives a virtual function at most {}, with which none can be used",
+                flexible.most
+            ),
             None => "create fewer virtual functions".to_owned(),
             Some(kept) => format!(
                 "create fewer virtual functions, or release {missing} of the {} of {pf} itself, which resets it and its virtual functions: \
@@ -261,7 +267,12 @@ impl Primary<'_> {
     ) -> Result<(), PciError> {
         let sent = match self.tree.nvme_admin(&self.node, command, data) {
             Ok(0) => return Ok(()),
-            Ok(status) => io::Error::other(format!("NVMe status {status:#05x}")),
+            // The rest is flags.
+            Ok(status) => io::Error::other(format!(
+                "NVMe status code type {}, status code {:#04x}",
+                status >> 8 & 7,
+                status & 0xff
+            )),
             Err(error) => error,
         };
         Err(PciError::NvmeCommand {

@@ -51,7 +51,7 @@ pub(crate) struct Flexible {
     /// Allocated to the primary controller.
     pub(crate) primary: u16,
     /// The most for a secondary controller.
-    most: u16,
+    pub(crate) most: u16,
     granularity: u16,
 }
 

@@ -16,6 +16,11 @@ pub struct MadeUpController {
     /// Those in all.
     total: [u16; 2],
     secondaries: Vec<Secondary>,
+    /// The most of each that it gives a secondary controller.
+    most: u16,
+    /// Whether each list is full, of the identifier that was asked for.
+    lists_without_end: bool,
+    lists: u32,
     /// The number of Virtualization Management commands until one fails.
     fails_after: usize,
     /// Those that succeeded: action, controller, number.
@@ -35,6 +40,9 @@ impl MadeUpController {
             own: [0; 2],
             total: [300, 300],
             secondaries: vec![Secondary::default(); secondaries],
+            most: 4,
+            lists_without_end: false,
+            lists: 0,
             fails_after: usize::MAX,
             managed: Vec::new(),
         }
@@ -54,11 +62,18 @@ impl MadeUpController {
                         (at, self.total[n]),
                         (at + 4, assigned),
                         (at + 8, self.own[n]),
-                        (at + 12, 4),
+                        (at + 12, self.most),
                         (at + 14, 1),
                     ] {
                         data[at..at + 2].copy_from_slice(&number.to_le_bytes());
                     }
+                }
+            }
+            (0x06, 0x15) if self.lists_without_end => {
+                self.lists += 1;
+                data[0] = 127;
+                for entry in data[32..].chunks_mut(32) {
+                    entry[..2].copy_from_slice(&id.to_le_bytes());
                 }
             }
             (0x06, 0x15) => {
@@ -183,6 +198,29 @@ fn too_few_resources_are_told_with_the_remedy_and_nothing_is_changed() {
         "{text}"
     );
     assert_eq!(host.read(&format!("{DIR}/sriov_numvfs")), "0");
+}
+
+#[test]
+fn what_functions_may_not_have_is_told() {
+    let mut controller = MadeUpController::new(4);
+    controller.most = 1;
+    let host = host(controller);
+    let error = host.pci().create_vfs(&bdf(PF), 2, Force::No).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("gives a virtual function at most 1,") && !text.contains("fewer virtual"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_controller_that_lists_without_end_is_not_asked_for_ever() {
+    let mut controller = MadeUpController::new(4);
+    controller.lists_without_end = true;
+    let host = host(controller);
+    let error = host.pci().create_vfs(&bdf(PF), 2, Force::No).unwrap_err();
+    assert!(matches!(error, PciError::NvmeNoSecondary { .. }), "{error}");
+    with(&host, |it| assert_eq!(it.lists, 1));
 }
 
 #[test]
