@@ -270,6 +270,7 @@ pub(crate) const MODULES: &[&str] = &[
     "ocfs2_stack_o2cb",
     "pvpanic_pci",
     "sch_netem",
+    "tun",
     "uio_pci_generic",
     "vfat",
     "vfio_iommu_type1",
@@ -295,6 +296,7 @@ pub(crate) const NESTED_MODULES: &[&str] = &[
     "sd_mod",
     "usb_storage",
     "virtio_blk",
+    "virtio_net",
     "xhci_pci",
 ];
 

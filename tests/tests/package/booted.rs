@@ -48,6 +48,7 @@ fn scenes(machine: &Machine) -> Result<()> {
     has_a_network_where_it_is_configured(machine)?;
     has_vfio_where_it_is_configured(machine)?;
     has_volumes_where_they_are_configured(machine)?;
+    has_a_tap_where_it_is_configured(machine)?;
     purged_while_it_runs(machine)
 }
 
@@ -439,6 +440,50 @@ fn has_volumes_where_they_are_configured(machine: &Machine) -> Result<()> {
     ] {
         ensure!(said.contains(part), "{part:?}: {said}");
     }
+    Ok(())
+}
+
+/// With the drop-in for network devices, a guest reaches this machine by a tap interface of the lender's user.
+fn has_a_tap_where_it_is_configured(machine: &Machine) -> Result<()> {
+    const DROP_IN: &str = "/etc/systemd/system/farside-lender.service.d/tap.conf";
+    const DESCRIPTION: &str = "/etc/farside/vm/web1.toml";
+    const DRIVER: &str = "$b modprobe nvme;";
+    machine.sh(&format!(
+        "set -e
+         systemctl reset-failed {LENDER}
+         # udev does this elsewhere.
+         chmod 666 /dev/net/tun
+         ip tuntap add tap0 mode tap user farside
+         ip addr add 10.9.0.1/24 dev tap0
+         ip link set tap0 up
+         cp -a /etc/farside /tmp/etc-farside
+         printf '%s\n' '[[device]]' 'id = \"nic0\"' 'model.virtio-net = {{ tap = \"tap0\" }}' >> /etc/farside/lender.toml
+         install -D -m 644 /usr/share/doc/farside/examples/lender-tap.conf {DROP_IN}
+         systemctl daemon-reload
+         systemctl restart {LENDER}"
+    ))?;
+    let ping = format!(
+        "{DRIVER} $b modprobe virtio_net; $b ip addr add 10.9.0.2/24 dev eth0; \
+         $b ip link set eth0 up; $b ping -c 1 -W 60 10.9.0.1;"
+    );
+    let description = machine.sh(&format!("cat {DESCRIPTION}"))?;
+    let description = description
+        .replace("[\"disk0\"]", "[\"disk0\", \"nic0\"]")
+        .replace(DRIVER, &ping);
+    machine.write(DESCRIPTION, &description)?;
+    // The backend has the devices that it started with.
+    machine.sh(&format!(
+        "systemctl stop {BACKEND} {BACKEND_SOCKET} 2>&1; systemctl daemon-reload"
+    ))?;
+    let said = guest::runs(machine)?;
+    ensure!(said.contains("1 packets received"), "{said}");
+    machine.sh(&format!(
+        "set -e
+         systemctl stop {BACKEND} {BACKEND_SOCKET} 2>&1
+         rm -r {DROP_IN} /etc/farside && mv /tmp/etc-farside /etc/farside
+         systemctl daemon-reload
+         systemctl restart {LENDER}"
+    ))?;
     Ok(())
 }
 

@@ -40,11 +40,11 @@ const WRITES: &str = "last=; max=0; while :; do echo x > /dev/nvme0n1; \
 /// A nested guest boots, with a real kernel and its NVMe driver.
 pub fn uses_the_drive(machine: &Machine) -> Result<()> {
     describe(machine)?;
-    runs(machine)
+    runs(machine).map(drop)
 }
 
-/// The guest of the VM configuration runs as a unit, and uses the disk.
-pub fn runs(machine: &Machine) -> Result<()> {
+/// The guest of the VM configuration runs as a unit, and uses the disk. Returns its output.
+pub fn runs(machine: &Machine) -> Result<String> {
     install(machine)?;
     machine.sh(&format!(
         "echo by-the-host | dd of={IMAGE} conv=notrunc status=none"
@@ -82,7 +82,8 @@ pub fn runs(machine: &Machine) -> Result<()> {
         "dd if={IMAGE} bs=512 skip=1 count=1 status=none | head -n 1"
     ))?;
     ensure!(written == "by-the-guest\n", "the guest wrote {written:?}");
-    remove(machine)
+    remove(machine)?;
+    Ok(said)
 }
 
 fn install(machine: &Machine) -> Result<()> {

@@ -22,6 +22,7 @@ $b mount -t devtmpfs devtmpfs /dev
 for module in $($b cat /etc/farside/modules); do $b insmod $module 2>/dev/null; done
 $b modprobe virtio_blk
 $b modprobe ext4
+$b modprobe tun
 $b modprobe kvm_amd 2>/dev/null || $b modprobe kvm_intel 2>/dev/null
 mount_disk() {
     while :; do

@@ -8,7 +8,7 @@ use farside_tests::{farside_program, testbed};
 use tempfile::TempDir;
 
 /// Packages of the root besides Debian's minimal system.
-const PACKAGES: &[&str] = &["systemd", "systemd-sysv", "man-db"];
+const PACKAGES: &[&str] = &["iproute2", "systemd", "systemd-sysv", "man-db"];
 
 /// Names a package to test, instead of building one.
 const GIVEN: &str = "FARSIDE_DEB";
