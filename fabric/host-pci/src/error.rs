@@ -133,6 +133,17 @@ pub enum PciError {
         total: u32,
         advice: String,
     },
+    /// The controller gives a secondary controller fewer flexible resources than it needs.
+    #[error(
+        "NVMe controller {pf} gives a virtual function at most {most} flexible {resource} resources, and none can be \
+         used with fewer than {least}: lend {pf} itself"
+    )]
+    NvmeMaximum {
+        pf: Bdf,
+        resource: &'static str,
+        least: u16,
+        most: u16,
+    },
     /// A virtual function that no driver can use.
     #[error(
         "virtual function {vf} is secondary controller {id} of NVMe controller {pf}, and offline: no driver \

@@ -164,7 +164,7 @@ impl Primary<'_> {
     fn secondaries(&self) -> Result<Vec<Secondary>, PciError> {
         let mut all: Vec<Secondary> = Vec::new();
         // Each list begins at the identifier that is asked for, and is sorted. So a full one reaches at least as far as
-        // identifiers without gaps do, which bounds the number of commands, whatever the controller says.
+        // identifiers without gaps do. One that does not is the last: a controller cannot ask for endless commands.
         let mut from = Some(0);
         while let Some(first) = from {
             let list = Secondary::parse(&self.identify(SECONDARY_LIST, first)?);
@@ -207,15 +207,20 @@ impl Primary<'_> {
             free,
         } = *shortage;
         let (pf, node) = (self.pf, self.node.display());
+        let (least, most) = (resource.least(), flexible.most);
+        if most < least {
+            return PciError::NvmeMaximum {
+                pf,
+                resource: resource.name(),
+                least,
+                most,
+            };
+        }
         let missing = needed.saturating_sub(free);
         let kept = u32::from(flexible.primary).checked_sub(missing);
         // What it cannot use any more may be all that it has.
-        let kept = kept.filter(|&kept| missing > 0 && kept >= resource.least().into());
+        let kept = kept.filter(|&kept| missing > 0 && kept >= least.into());
         let advice = match kept {
-            _ if flexible.most < resource.least() => format!(
-                "{pf} gives a virtual function at most {}, with which none can be used",
-                flexible.most
-            ),
             None => "create fewer virtual functions".to_owned(),
             Some(kept) => format!(
                 "create fewer virtual functions, or release {missing} of the {} of {pf} itself, which resets it and its virtual functions: \
@@ -267,7 +272,7 @@ impl Primary<'_> {
     ) -> Result<(), PciError> {
         let sent = match self.tree.nvme_admin(&self.node, command, data) {
             Ok(0) => return Ok(()),
-            // The rest is flags.
+            // The other bits are flags, such as Do Not Retry.
             Ok(status) => io::Error::other(format!(
                 "NVMe status code type {}, status code {:#04x}",
                 status >> 8 & 7,

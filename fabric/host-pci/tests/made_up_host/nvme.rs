@@ -201,16 +201,16 @@ fn too_few_resources_are_told_with_the_remedy_and_nothing_is_changed() {
 }
 
 #[test]
-fn what_functions_may_not_have_is_told() {
+fn a_maximum_for_each_function_is_named() {
     let mut controller = MadeUpController::new(4);
     controller.most = 1;
     let host = host(controller);
     let error = host.pci().create_vfs(&bdf(PF), 2, Force::No).unwrap_err();
     let text = error.to_string();
-    assert!(
-        text.contains("gives a virtual function at most 1,") && !text.contains("fewer virtual"),
-        "{text}"
-    );
+    assert!(matches!(error, PciError::NvmeMaximum { .. }), "{text}");
+    for word in [PF, "at most 1 flexible queue", "fewer than 2"] {
+        assert!(text.contains(word), "no {word:?} in: {text}");
+    }
 }
 
 #[test]
