@@ -49,10 +49,12 @@ pub(crate) const TCG_HOST_CPU: &str = "max,la57=off";
 ///
 /// QEMU's emulated SVM keeps the vector of an interrupt that VMRUN injects in `exception_index`.
 /// If another thread makes the CPU leave its loop before the next #VMEXIT or exception, and not for an
-/// interrupt, which is a #VMEXIT, the guest gets that vector again, as an exception, whether it has interrupts
-/// enabled or not: it hangs, or KVM gives up. Threads that do are other CPUs, for an exclusive operation, and that of
-/// QEMU's RCU, after the host has changed BARs or bus mastering of a device, as each reset does. Hence a host has one CPU, and its guests
-/// no paravirtual EOI, so that the first step of Linux's interrupt handlers is a #VMEXIT, and no PIT ([`NESTED_KVM_MACHINE`]).
+/// interrupt, which is a #VMEXIT, the guest gets that vector again, as an exception. It does so with interrupts
+/// disabled, too, and hangs, or KVM gives up. Such threads are those of other CPUs, for an exclusive operation, and that of
+/// QEMU's RCU, after the host has changed BARs or bus mastering of a device, as each reset does.
+///
+/// Hence a host has one CPU. Its guests have no paravirtual EOI, so that the first step of Linux's interrupt handlers is a
+/// #VMEXIT, and no PIT ([`NESTED_KVM_MACHINE`]). Guests of cloud-hypervisor keep paravirtual EOI, and may still hang.
 /// `cargo run -p farside-testbed --example nested` measures it.
 ///
 /// After an exception that the guest handles itself, such as a page fault, emulated SVM leaves its type in

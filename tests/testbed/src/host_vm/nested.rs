@@ -130,7 +130,7 @@ impl<'a> NestedBuilder<'a> {
         self.args(["-device".to_owned(), device.to_string()])
     }
 
-    /// Starts the guest; see [`Nested::wait_agent`] for the next step.
+    /// Starts the guest; see [`Guest::wait_agent`] for the next step.
     pub fn launch(self) -> Result<Nested<'a>> {
         let host = self.host;
         let expected = host.expect_guest(&self.name)?;
