@@ -2,6 +2,7 @@
 //! guest is booted.
 
 use std::{
+    fs::File,
     io::{BufRead, BufReader, Read, Write},
     net::Shutdown,
     os::unix::{
@@ -14,7 +15,7 @@ use std::{
     time::Instant,
 };
 
-use farside_tests::{Cluster, Daemon, MIB, SHORT};
+use farside_tests::{Cluster, Daemon, MIB, SHORT, Status};
 use rustix::{
     io::Errno,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
@@ -370,6 +371,35 @@ fn a_backend_that_no_vmm_uses_ends_at_the_first_signal() {
     stage.backend.terminate().unwrap();
     assert!(stage.backend.wait_exit(SHORT).unwrap().success());
     assert!(!stage.backend.log().contains("not stopping yet"));
+}
+
+#[test]
+fn stop_waits_for_another_command_on_the_vm() {
+    let mut stage = Stage::new();
+    stage.describe();
+    let state = stage.cluster.directory().join("state/vm/a");
+    std::fs::create_dir_all(&state).unwrap();
+    let other = File::create(state.join("command.lock")).unwrap();
+    other.lock().unwrap();
+    let mut stop = stage.cluster.start("farside stop", &["stop", "a"]).unwrap();
+    // A line of a process that waits for a lock: `1: -> FLOCK  ADVISORY  WRITE 42 …`.
+    let waiter = stop.pid().to_string();
+    let waits = |line: &str| {
+        let mut words = line.split_whitespace().skip(1);
+        words.next() == Some("->") && words.nth(3) == Some(&waiter)
+    };
+    let look = |_: &Status| {
+        let locks = std::fs::read_to_string("/proc/locks")?;
+        Ok(locks.lines().any(waits).then_some(()))
+    };
+    stage
+        .cluster
+        .wait_status("stop waits", SHORT, look)
+        .unwrap();
+    drop(other);
+    let ended = stop.wait_exit(SHORT).unwrap();
+    assert!(ended.success(), "{}", stop.log());
+    assert!(stage.backend.wait_exit(SHORT).unwrap().success());
 }
 
 #[test]

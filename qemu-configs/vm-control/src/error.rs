@@ -30,8 +30,14 @@ pub enum Error {
     )]
     UnitUser { vm: VmName, user: String },
     /// Another command is in progress on the VM.
-    #[error("another farside command{holder} is in progress on VM {vm}: wait until it has ended")]
-    Locked { vm: VmName, holder: Holder },
+    #[error(
+        "another farside command{holder} is in progress on VM {vm} (waited {limit:?} for it): wait until it has ended"
+    )]
+    Locked {
+        vm: VmName,
+        holder: Holder,
+        limit: Duration,
+    },
     /// The VM runs already.
     #[error("VM {vm} runs already (QEMU is process {pid})")]
     Running { vm: VmName, pid: u32 },

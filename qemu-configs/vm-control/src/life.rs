@@ -128,7 +128,7 @@ pub fn start(vm: &VmName, options: &StartOptions) -> Result<VmState, Error> {
             });
         }
     }
-    let _lock = lock_vm(vm)?;
+    let _lock = lock_vm(vm, Duration::ZERO)?;
     match manager {
         Manager::Libvirt => {
             // The domain defines the RAM if the file does not.
@@ -292,11 +292,15 @@ fn without_devices(mut vm: farside_qemu_configs::Vm) -> farside_qemu_configs::Vm
     vm
 }
 
+/// How long a stop waits for another command: the backend's helper holds the lock until QEMU has removed a
+/// device that the guest has released.
+const STOP_WAITS: Duration = Duration::from_secs(10);
+
 /// Stops a VM: its guest powers off, then its backend returns the devices. On return they are back
 /// at their lenders. Not an error if the VM does not run; its backend is stopped nevertheless.
 pub fn stop(vm: &VmName, options: &StopOptions) -> Result<(), Error> {
     let config = VmConfig::of_vm(vm)?;
-    let _lock = lock_vm(vm)?;
+    let _lock = lock_vm(vm, STOP_WAITS)?;
     match manager(&config) {
         Manager::Libvirt => stop_domain(vm, options)?,
         Manager::Qemu => match Monitor::connect(vm, Manager::Qemu, GREETING) {

@@ -8,20 +8,17 @@ use farside_vm_config::places;
 
 use crate::Error;
 
-/// Time limit to get the lock: the backend's helper has it for moments after a guest has released a
-/// device.
-const LIMIT: Duration = Duration::from_secs(10);
-
-/// Takes the lock of a VM for the duration of a command. Waits, with a limit, while another one has it.
-pub(crate) fn lock_vm(vm: &VmName) -> Result<FileLock, Error> {
+/// Takes the lock of a VM for the duration of a command. Waits up to `limit` while another one holds it.
+pub(crate) fn lock_vm(vm: &VmName, limit: Duration) -> Result<FileLock, Error> {
     let directory = places::vm_state(vm);
     let path = directory.join("command.lock");
     let at = || Error::system(format!("cannot lock VM {vm} by {}", path.display()));
     files::create_directory(&directory).map_err(at())?;
-    FileLock::take(&path, LIMIT).map_err(|error| match error {
+    FileLock::take(&path, limit).map_err(|error| match error {
         LockError::Held(holder) => Error::Locked {
             vm: vm.to_owned(),
             holder,
+            limit,
         },
         LockError::System(error) => at()(error),
     })

@@ -61,7 +61,7 @@ pub struct Detached {
 /// stays until it is detached or QEMU exits.
 pub fn attach(vm: &VmName, device: &DeviceId, options: &AttachOptions) -> Result<Attached, Error> {
     let config = config_or_default(vm)?;
-    let _lock = lock_vm(vm)?;
+    let _lock = lock_vm(vm, Duration::ZERO)?;
     let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
     let slots = Slots::of(&mut monitor)?;
     if plugged(&mut monitor)?.iter().any(|id| id == device) {
@@ -121,15 +121,17 @@ fn is_dead(vm: &VmName, device: &DeviceId) -> Result<bool, Error> {
     Ok(!served.iter().any(lives))
 }
 
-/// Hot-unplugs a device from a running VM: requests its release from the guest, for up to `limit`;
-/// then the lender has it back.
+/// Hot-unplugs a device from a running VM: requests its release from the guest; then the lender has it
+/// back. Waits up to `limit` for another command on the VM and for the guest, together.
 ///
 /// [`Error::GuestHolds`] and [`Error::GuestRefuses`] leave the device plugged in and working. QEMU
 /// cannot withdraw the request: a guest that complies later loses the device then, and the next
 /// `detach` completes the rest.
 pub fn detach(vm: &VmName, device: &DeviceId, limit: Duration) -> Result<Detached, Error> {
     let config = config_or_default(vm)?;
-    let _lock = lock_vm(vm)?;
+    let begun = Instant::now();
+    let _lock = lock_vm(vm, limit)?;
+    let limit = limit.saturating_sub(begun.elapsed());
     let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
     let has = plugged(&mut monitor)?;
     let guest_took = match has.iter().any(|id| id == device) {

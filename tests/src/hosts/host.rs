@@ -21,7 +21,7 @@ const RUNTIME: &str = "/run/farside";
 /// What the threads of processes do: name, state, CPU time in ticks, and where in the kernel.
 const THREADS: &str = "for thread in /proc/[0-9]*/task/*; do
     readlink $thread/exe >/dev/null || continue
-    echo $(cat $thread/comm; cut -d ' ' -f 3,14,15 $thread/stat; cut -d ' ' -f 1-4 $thread/syscall; head -n 4 $thread/stack)
+    echo $(cat $thread/comm; sed 's/.*) //' $thread/stat | cut -d ' ' -f 1,12,13; cut -d ' ' -f 1-4 $thread/syscall; head -n 4 $thread/stack)
 done";
 
 /// A VM that plays a host, with the `farside` binary.
