@@ -129,15 +129,14 @@ fn is_dead(vm: &VmName, device: &DeviceId) -> Result<bool, Error> {
 /// `detach` completes the rest.
 pub fn detach(vm: &VmName, device: &DeviceId, limit: Duration) -> Result<Detached, Error> {
     let config = config_or_default(vm)?;
-    let begun = Instant::now();
+    let deadline = Instant::now() + limit;
     let _lock = lock_vm(vm, limit)?;
-    let limit = limit.saturating_sub(begun.elapsed());
     let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
     let has = plugged(&mut monitor)?;
     let guest_took = match has.iter().any(|id| id == device) {
         true => {
             check_alone(&mut monitor, device, &has)?;
-            Some(unplug(&mut monitor, device, limit)?)
+            Some(unplug(&mut monitor, device, deadline, limit)?)
         }
         false => None,
     };
@@ -215,11 +214,16 @@ fn one_function(vm: &VmName, device: &DeviceId, others: String) -> Error {
     }
 }
 
-/// Requests an unplug from the guest, and waits until QEMU has removed the device.
-fn unplug(monitor: &mut Monitor, device: &DeviceId, limit: Duration) -> Result<Duration, Error> {
+/// Requests an unplug from the guest, and waits until QEMU has removed the device. `limit`, after which is the
+/// `deadline`, is for the message.
+fn unplug(
+    monitor: &mut Monitor,
+    device: &DeviceId,
+    deadline: Instant,
+    limit: Duration,
+) -> Result<Duration, Error> {
     let id = qemu_id(device);
     let begin = Instant::now();
-    let deadline = begin + limit;
     let socket = paths::device_socket(monitor.vm(), device);
     if !keep(monitor, device, &socket, deadline)? {
         return Ok(begin.elapsed());
