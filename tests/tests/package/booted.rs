@@ -47,6 +47,7 @@ fn scenes(machine: &Machine) -> Result<()> {
     without_sockets(machine)?;
     has_a_network_where_it_is_configured(machine)?;
     has_vfio_where_it_is_configured(machine)?;
+    sets_functions_online_where_it_may(machine)?;
     has_volumes_where_they_are_configured(machine)?;
     has_a_tap_where_it_is_configured(machine)?;
     purged_while_it_runs(machine)
@@ -409,6 +410,59 @@ fn has_vfio_where_it_is_configured(machine: &Machine) -> Result<()> {
          rm -r {DROP_IN} /dev/vfio
          systemctl daemon-reload
          systemctl restart {LENDER}"
+    ))?;
+    Ok(())
+}
+
+/// With the drop-in of the documentation, root's unit sets virtual functions of an NVMe controller online. Without, it leaves
+/// them as they are.
+fn sets_functions_online_where_it_may(machine: &Machine) -> Result<()> {
+    const UNIT: &str = "farside-vfio.service";
+    const DROP_IN: &str = "/etc/systemd/system/farside-vfio.service.d/nvme.conf";
+    const DOCUMENTATION: &str = include_str!("../../../docs/nvme-virtual-functions.md");
+    let (_, drop_in) = DOCUMENTATION
+        .split_once("```ini\n")
+        .context("no drop-in is documented")?;
+    let (drop_in, _) = drop_in.split_once("```").context("a block without end")?;
+    let pf = machine.sh("basename $(readlink -f /sys/class/nvme/nvme0/device)")?;
+    let pf = pf.trim();
+    machine.sh(&format!(
+        "set -e
+         cp -p /etc/farside/lender.toml /tmp
+         printf '[[vfs]]\nof = \"{pf}\"\ncount = 2\n' >> /etc/farside/lender.toml
+         mkdir -p $(dirname {DROP_IN})"
+    ))?;
+    let start = || {
+        machine.sh(&format!(
+            "systemctl restart {UNIT} || journalctl --no-pager -u {UNIT}
+             id=$(systemctl show --value -p InvocationID {UNIT})
+             journalctl --no-pager -o cat _SYSTEMD_INVOCATION_ID=$id"
+        ))
+    };
+    let said = start()?;
+    let unknown = format!("whether virtual functions of {pf} have to be set online is unknown");
+    ensure!(
+        said.contains(&unknown) && !said.contains("is online"),
+        "{said}"
+    );
+    machine.write(DROP_IN, drop_in)?;
+    machine.sh("systemctl daemon-reload")?;
+    let said = start()?;
+    for vf in [1, 2] {
+        let online = format!("virtual function {vf} is online as secondary controller");
+        ensure!(said.contains(&online), "{said}");
+    }
+    exposure::is_at_most(
+        &|script| machine.sh(script),
+        UNIT,
+        exposure::GREATEST_WITH_ADMIN_COMMANDS,
+    )?;
+    machine.sh(&format!(
+        "set -e
+         systemctl stop {UNIT}
+         mv /tmp/lender.toml /etc/farside/
+         rm -r $(dirname {DROP_IN})
+         systemctl daemon-reload"
     ))?;
     Ok(())
 }

@@ -52,6 +52,14 @@ const KVM_GROUP: &str = "getent group kvm > /dev/null || groupadd --system kvm
 /// Size of the disk; the image is sparse.
 const DISK: &str = "1G";
 
+/// An NVMe controller whose virtual functions need resources before they can be used.
+const NVME: [&str; 3] = [
+    "pcie-root-port,id=root-port,chassis=1",
+    "nvme-subsys,id=subsystem",
+    "nvme,bus=root-port,subsys=subsystem,serial=farside,max_ioqpairs=16,msix_qsize=17,sriov_max_vfs=4,\
+     sriov_vq_flexible=12,sriov_vi_flexible=8",
+];
+
 /// Timeout of a command in the guest.
 const SOON: Duration = BOOT;
 
@@ -90,6 +98,7 @@ impl Machine {
                 image.display()
             ))
             .args(["-device", "virtio-blk-pci,drive=root,serial=farside-root"])
+            .args(NVME.iter().flat_map(|device| ["-device", device]))
             .launch()?;
         let machine = Self {
             vm,
