@@ -164,7 +164,7 @@ impl Primary<'_> {
     fn secondaries(&self) -> Result<Vec<Secondary>, PciError> {
         let mut all: Vec<Secondary> = Vec::new();
         // Each list begins at the identifier that is asked for, and is sorted. So a full one reaches at least as far as
-        // identifiers without gaps do. One that does not is the last: a controller cannot ask for endless commands.
+        // identifiers without gaps do. One that does not is the last, which bounds the number of commands.
         let mut from = Some(0);
         while let Some(first) = from {
             let list = Secondary::parse(&self.identify(SECONDARY_LIST, first)?);

@@ -31,7 +31,8 @@ pub enum Error {
     UnitUser { vm: VmName, user: String },
     /// Another command is in progress on the VM.
     #[error(
-        "another farside command{holder} is in progress on VM {vm} (waited {limit:?} for it): wait until it has ended"
+        "another farside command{holder} is in progress on VM {vm}{}: wait until it has ended",
+        waited(*limit)
     )]
     Locked {
         vm: VmName,
@@ -204,5 +205,12 @@ impl Error {
     pub(crate) fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let what = what.into();
         |source| Self::System { what, source }
+    }
+}
+
+fn waited(limit: Duration) -> String {
+    match limit {
+        Duration::ZERO => String::new(),
+        limit => format!(", and has not ended within {limit:?}"),
     }
 }

@@ -292,8 +292,7 @@ fn without_devices(mut vm: farside_qemu_configs::Vm) -> farside_qemu_configs::Vm
     vm
 }
 
-/// How long a stop waits for another command: the backend's helper holds the lock until QEMU has removed a
-/// device that the guest has released.
+/// How long a stop waits for another command, such as the release of a device by the backend's helper.
 const STOP_WAITS: Duration = Duration::from_secs(10);
 
 /// Stops a VM: its guest powers off, then its backend returns the devices. On return they are back

@@ -121,22 +121,21 @@ fn is_dead(vm: &VmName, device: &DeviceId) -> Result<bool, Error> {
     Ok(!served.iter().any(lives))
 }
 
-/// Hot-unplugs a device from a running VM: requests its release from the guest; then the lender has it
-/// back. Waits up to `limit` for another command on the VM and for the guest, together.
+/// Hot-unplugs a device from a running VM: requests its release from the guest, for up to `limit`;
+/// then the lender has it back.
 ///
 /// [`Error::GuestHolds`] and [`Error::GuestRefuses`] leave the device plugged in and working. QEMU
 /// cannot withdraw the request: a guest that complies later loses the device then, and the next
 /// `detach` completes the rest.
 pub fn detach(vm: &VmName, device: &DeviceId, limit: Duration) -> Result<Detached, Error> {
     let config = config_or_default(vm)?;
-    let deadline = Instant::now() + limit;
-    let _lock = lock_vm(vm, limit)?;
+    let _lock = lock_vm(vm, Duration::ZERO)?;
     let mut monitor = Monitor::connect(vm, manager(&config), GREETING)?;
     let has = plugged(&mut monitor)?;
     let guest_took = match has.iter().any(|id| id == device) {
         true => {
             check_alone(&mut monitor, device, &has)?;
-            Some(unplug(&mut monitor, device, deadline, limit)?)
+            Some(unplug(&mut monitor, device, limit)?)
         }
         false => None,
     };
@@ -214,16 +213,11 @@ fn one_function(vm: &VmName, device: &DeviceId, others: String) -> Error {
     }
 }
 
-/// Requests an unplug from the guest, and waits until QEMU has removed the device. `limit`, after which is the
-/// `deadline`, is for the message.
-fn unplug(
-    monitor: &mut Monitor,
-    device: &DeviceId,
-    deadline: Instant,
-    limit: Duration,
-) -> Result<Duration, Error> {
+/// Requests an unplug from the guest, and waits until QEMU has removed the device.
+fn unplug(monitor: &mut Monitor, device: &DeviceId, limit: Duration) -> Result<Duration, Error> {
     let id = qemu_id(device);
     let begin = Instant::now();
+    let deadline = begin + limit;
     let socket = paths::device_socket(monitor.vm(), device);
     if !keep(monitor, device, &socket, deadline)? {
         return Ok(begin.elapsed());

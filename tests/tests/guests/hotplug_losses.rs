@@ -180,7 +180,7 @@ pub fn a_qemu_killed_in_a_detach_gives_the_device_back(
     let message = refused(cluster, &["attach", "a", "dma0"])?;
     ensure!(
         message.contains(&format!(
-            "another farside command (process {pid}) is in progress on VM a"
+            "another farside command (process {pid}) is in progress on VM a: wait until"
         )),
         "{message}"
     );

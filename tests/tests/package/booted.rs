@@ -434,7 +434,9 @@ fn sets_functions_online_where_it_may(machine: &Machine) -> Result<()> {
     ))?;
     let start = || {
         machine.sh(&format!(
-            "systemctl restart {UNIT} || journalctl --no-pager -u {UNIT}
+            "set -e
+             systemctl restart {UNIT}
+             journalctl --sync
              id=$(systemctl show --value -p InvocationID {UNIT})
              journalctl --no-pager -o cat _SYSTEMD_INVOCATION_ID=$id"
         ))
@@ -460,6 +462,7 @@ fn sets_functions_online_where_it_may(machine: &Machine) -> Result<()> {
     machine.sh(&format!(
         "set -e
          systemctl stop {UNIT}
+         echo 0 > /sys/bus/pci/devices/{pf}/sriov_numvfs
          mv /tmp/lender.toml /etc/farside/
          rm -r $(dirname {DROP_IN})
          systemctl daemon-reload"

@@ -131,7 +131,7 @@ fn units(sh: &dyn Fn(&str) -> Result<String>) -> Result<()> {
     sh("cp /usr/share/doc/farside/examples/farside-qemu@.* /etc/systemd/system")?;
     let said = sh(&format!("systemd-analyze verify --man=yes {units} 2>&1"))?;
     ensure!(!said.contains("farside"), "systemd-analyze verify: {said}");
-    // With all drop-ins: web2 and the lender have access to the network, the lender to VFIO.
+    // With drop-ins: web2 and the lender have access to the network, the lender to VFIO.
     sh(
         "install -m 644 /usr/share/doc/farside/examples/lender-vfio.conf \
         /etc/systemd/system/farside-lender.service.d/vfio.conf",
