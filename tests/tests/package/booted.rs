@@ -519,11 +519,7 @@ fn has_a_tap_where_it_is_configured(machine: &Machine) -> Result<()> {
          systemctl daemon-reload
          systemctl restart {LENDER}"
     ))?;
-    exposure::is_at_most(
-        &|script| machine.sh(script),
-        LENDER,
-        exposure::GREATEST_WITH_TAPS,
-    )?;
+    exposure::is_small(&|script| machine.sh(script), LENDER)?;
     let ping = format!(
         "{DRIVER} $b modprobe virtio_net; $b ip addr add 10.9.0.2/24 dev eth0; \
          $b ip link set eth0 up; $b ping -c 1 -W 60 10.9.0.1;"

@@ -11,9 +11,6 @@ const GREATEST_OF_ROOT: f64 = 1.5;
 /// The same for QEMU's example, which has devices, the network, and memory that it writes and executes.
 const GREATEST_OF_QEMU: f64 = 1.6;
 
-/// The same for the lender with the drop-in for network devices, which has the host's network and `/dev/net/tun`.
-pub const GREATEST_WITH_TAPS: f64 = 1.3;
-
 /// The same for root's unit with the drop-in for NVMe controllers, which has CAP_SYS_ADMIN.
 pub const GREATEST_WITH_ADMIN_COMMANDS: f64 = 1.7;
 

@@ -242,7 +242,8 @@ fn set(file: &File, what: libc::Ioctl, value: libc::c_int) -> io::Result<()> {
 }
 
 fn mtu(name: &str) -> io::Result<i32> {
-    let socket = socket(AddressFamily::INET, SocketType::DGRAM, None)?;
+    // Any socket answers, and a confined lender has those of this family alone.
+    let socket = socket(AddressFamily::UNIX, SocketType::DGRAM, None)?;
     let mut request = request(name);
     let file = File::from(socket);
     // SAFETY: the descriptor is open during the call, and SIOCGIFMTU writes to `request`, an `ifreq`.
